@@ -12,6 +12,14 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["sagc_fast", "sagc_fast.*"]), "sagc_fast.kernels"],
     package_dir={"sagc_fast.kernels": "kernels"},
-    install_requires=["torch>=2.11", "numpy>=2.0", "safetensors", "transformers>=5.17", "numba>=0.61", "pyyaml", "rich"],
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=2.0",
+        "safetensors",
+        "transformers>=5.17",
+        "numba>=0.61",
+        "pyyaml",
+        "rich",
+    ],
     entry_points={"console_scripts": ["sagc-fast=sagc_fast.cli:main"]},
 )

@@ -46,7 +46,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple(self.stop, str, "stop"))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids, int, "stop_token_ids"))
         checks = (
-            (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < float("inf"), "temperature", "a finite number >= 0"),
+            (
+                isinstance(self.temperature, (int, float)) and 0 <= self.temperature < float("inf"),
+                "temperature",
+                "a finite number >= 0",
+            ),
             (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "max_new_tokens", "an integer >= 1"),
             (isinstance(self.seed, int) and 0 <= self.seed < 2**64, "seed", "an integer in [0, 2**64)"),
             (isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "an integer >= 0 (0 is off)"),
@@ -84,6 +88,9 @@ class Completion:
     """``stop``: an end token or stop string; ``length``: cut at max_new_tokens or at the context's end."""
     text: str | None = None
     """Decoded text without special tokens and stop string; None when the engine has no tokenizer."""
+    first_step: int = 0
+    """Engine step (from 0, within the call) that sampled the first token; with last_step it draws the row timeline."""
+    last_step: int = 0
 
     @property
     def is_truncated(self) -> bool:
@@ -118,8 +125,8 @@ class RolloutStats:
     """Where one ``generate`` call spent its tokens, rows and seconds.
 
     A row-step is one live sequence in one engine step that samples. ``idle_fraction`` is
-    ``1 - sum(active_rows) / (capacity_rows * len(active_rows))``: what a lock-step batch of ``capacity_rows`` rows would
-    leave idle; compaction turns that area into time saved.
+    ``1 - sum(active_rows) / (capacity_rows * len(active_rows))``: what a lock-step batch of ``capacity_rows`` rows
+    would leave idle; compaction turns that area into time saved.
     """
 
     num_prompts: int = 0
