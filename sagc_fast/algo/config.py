@@ -16,6 +16,26 @@ from typing import Any, Literal
 from sagc_fast.errors import ConfigError
 
 
+def _alternatives(name: object, choices: list[str]) -> str:
+    best = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
+    return f"one of {', '.join(choices)}" + (f" (did you mean {best[0]}?)" if best else "")
+
+
+def _choice(record: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(record, name)
+    if value not in choices:
+        raise ConfigError(f"algo.{name} is {value!r}; it must be {_alternatives(value, list(choices))}.")
+
+
+def _number(record: object, name: str, lowest: float, allow_infinite: bool = False) -> float:
+    value = getattr(record, name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    if not is_number or value < lowest or (math.isinf(value) and not allow_infinite):
+        wanted = "a number" if lowest == -math.inf else f"a number of at least {lowest:g}"
+        raise ConfigError(f"algo.{name} is {value!r}; it must be {wanted}.")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class AdvantageConfig:
     """How the rewards of a group become advantages (see advantage.py)."""
@@ -192,23 +212,3 @@ def make_algorithm(options: Mapping[str, Any]) -> Algorithm:
         part: replace(record, **{k: v for k, v in given.items() if owners[k] == part}) for part, record in parts.items()
     }
     return Algorithm(name, **changed)
-
-
-def _alternatives(name: object, choices: list[str]) -> str:
-    best = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
-    return f"one of {', '.join(choices)}" + (f" (did you mean {best[0]}?)" if best else "")
-
-
-def _choice(record: object, name: str, choices: tuple[str, ...]) -> None:
-    value = getattr(record, name)
-    if value not in choices:
-        raise ConfigError(f"algo.{name} is {value!r}; it must be {_alternatives(value, list(choices))}.")
-
-
-def _number(record: object, name: str, lowest: float, allow_infinite: bool = False) -> float:
-    value = getattr(record, name)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-    if not is_number or value < lowest or (math.isinf(value) and not allow_infinite):
-        wanted = "a number" if lowest == -math.inf else f"a number of at least {lowest:g}"
-        raise ConfigError(f"algo.{name} is {value!r}; it must be {wanted}.")
-    return value
