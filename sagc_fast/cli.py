@@ -1,0 +1,71 @@
+"""The ``sagc-fast`` command: finds every module of sagc_fast.commands and runs the one that is asked for.
+
+A command module offers ``HELP: str`` (one line), ``add_arguments(parser)`` and ``run(args) -> int``; optionally
+``EPILOG`` with examples. Heavy imports belong inside ``run``, so that ``--help`` stays instant.
+
+Exit status: 0 done, 2 a mistake that one sentence on stderr explains, 130 interrupted from the keyboard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+import sagc_fast
+from sagc_fast import commands
+from sagc_fast.errors import SagcError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; ``argv`` excludes the program's name and defaults to sys.argv."""
+    parser = build_parser(find_commands())
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        status = args.run(args) or 0
+        sys.stdout.flush()
+        return status
+    except SagcError as error:
+        print(f"sagc-fast: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sagc-fast: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `sagc-fast ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def find_commands() -> dict[str, ModuleType]:
+    """Command name (dashes for underscores) -> module, in alphabetical order."""
+    names = sorted(m.name for m in pkgutil.iter_modules(commands.__path__) if not m.name.startswith("_"))
+    return {name.replace("_", "-"): import_module(f"{commands.__name__}.{name}") for name in names}
+
+
+def build_parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
+    """The parser with one sub-command per module."""
+    parser = argparse.ArgumentParser(
+        prog="sagc-fast",
+        description="Straggler-aware group sizing for synchronous GRPO/DAPO, with its own rollout engine and trainer.",
+        epilog="`sagc-fast COMMAND --help` shows a command's options and examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"sagc-fast {sagc_fast.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, module in modules.items():
+        sub = subparsers.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP,
+            epilog=getattr(module, "EPILOG", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,399 @@
+"""The configuration of a training run: one YAML file, overrides of the same names, every value checked.
+
+Standard library only (PyYAML is imported when a file is read). Each section is a frozen dataclass; the string under a
+field is its documentation, which ``sagc-fast train --fields`` prints.
+
+Every message names the field by its full path, the value and what is allowed; an unknown key names the nearest valid
+one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from sagc_fast.config_parsing import Section, apply_overrides, check_keys, describe_fields, leaves, plain, read_yaml
+from sagc_fast.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelOptions(Section):
+    """The policy that is trained."""
+
+    SECTION: ClassVar[str] = "model"
+
+    path: str
+    """Hugging Face folder of the starting weights and tokenizer, or ``addition`` for the small policy shipped with the
+    package."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the parameters. ``bf16`` keeps fp32 master weights in the optimizer; on CPUs without bf16 units fp32 is
+    faster, and only fp32 promises bit-for-bit independence of batch composition, hence the default."""
+    device: str = "cpu"
+    """Device that holds the policy: ``cpu`` or ``cuda``."""
+
+    def _check(self) -> None:
+        self._require(bool(self.path), "path", "a model folder")
+        self._require(self.device == "cpu" or self.device.startswith("cuda"), "device", "cpu or cuda")
+
+
+@dataclass(frozen=True)
+class RolloutOptions(Section):
+    """How completions are sampled. No top-k, top-p or min-p here: the policy is trained on what it samples from."""
+
+    SECTION: ClassVar[str] = "rollout"
+
+    prompts_per_step: int = 32
+    """Prompts of one optimizer step at the reference group size (see ``controller.hold``). TRL's and DAPO's examples
+    use 8 to 512; 32 suits a machine without a GPU (ours)."""
+    temperature: float = 1.0
+    """Sampling temperature, applied to the trained log-probs as well. 1.0 as in GRPO, DAPO and TRL."""
+    max_new_tokens: int | None = None
+    """Length cap of a completion in tokens; unset takes the task's own."""
+    kv_budget_gb: float = 2.0
+    """Memory for cached keys and values in GB; when it runs out, sequences are preempted and recomputed."""
+    block_size: int = 16
+    """Tokens per block of the cache."""
+    max_num_seqs: int = 256
+    """Most completions decoded at once."""
+    max_batch_tokens: int = 2048
+    """Most tokens of one engine step, prompt chunks included."""
+
+    def _check(self) -> None:
+        self._at_least(1, "prompts_per_step", "max_new_tokens", "block_size", "max_num_seqs", "max_batch_tokens")
+        self._above_zero("kv_budget_gb")
+        self._require(0 < self.temperature < math.inf, "temperature", "a finite number above 0 (groups need variety)")
+
+
+@dataclass(frozen=True)
+class ControllerOptions(Section):
+    """Who chooses the group size. Defaults marked *ours* are not in the paper (arXiv:2606.02218)."""
+
+    SECTION: ClassVar[str] = "controller"
+
+    kind: Literal["sagc", "fixed"] = "sagc"
+    """``sagc`` adapts the group size to stragglers; ``fixed`` keeps ``group_size``."""
+    group_size: int = 8
+    """Completions per prompt under ``fixed``, at least 2. 8 is TRL's default."""
+    candidates: tuple[int, ...] = (4, 8, 16)
+    """Group sizes that ``sagc`` chooses from, ascending, each at least 2; the paper's static baselines."""
+    tau: float = 2.0
+    """A group straggles when its longest completion exceeds tau times its median length (ours)."""
+    delta: float = 0.25
+    """Long-run share of straggling groups to stay under (ours)."""
+    eta: float = 0.1
+    """Step size of the dual ascent on lambda (ours)."""
+    gamma: float = 0.97
+    """Forgetting factor of the posteriors per step; 1.0 never forgets (ours)."""
+    prior_alpha: float = 1.0
+    """Beta prior of every group size, straggler side (ours)."""
+    prior_beta: float = 1.0
+    """Beta prior of every group size, calm side (ours)."""
+    lambda_init: float = 0.0
+    """Starting price of a straggler (ours)."""
+    lambda_max: float = 20.0
+    """Cap of that price, so that an infeasible delta cannot wind it up (ours)."""
+    radius: int = 1
+    """Neighbouring candidates that one step may reach (ours)."""
+    dwell: int = 1
+    """Steps to stay at a group size before the next choice; 5 calms Thompson sampling's flips (ours)."""
+    signal: Literal["group", "any", "batch"] = "group"
+    """One step's evidence: k of n groups, one bit for any group, or max/median over the whole batch (ours)."""
+    hold: Literal["prompts", "completions", "tokens"] = "prompts"
+    """What stays constant when the group size changes. ``prompts`` is the only reading that gives the paper's saving;
+    the others vary the number of prompts so that ``prompts_per_step`` x the largest candidate is kept."""
+
+    def _check(self) -> None:
+        self._require(
+            self.group_size >= 2, "group_size", "at least 2 (one completion has no group to be compared with)"
+        )
+        increasing = list(self.candidates) == sorted(set(self.candidates))
+        self._require(
+            bool(self.candidates) and increasing and min(self.candidates, default=0) >= 2,
+            "candidates",
+            "ascending group sizes without repeats, each at least 2",
+        )
+        self._require(1 < self.tau < math.inf, "tau", "a finite number above 1")
+        self._require(0 < self.delta < 1, "delta", "between 0 and 1, both excluded")
+        self._above_zero("eta", "prior_alpha", "prior_beta", "lambda_max")
+        self._require(0 < self.gamma <= 1, "gamma", "in (0, 1]")
+        self._require(0 <= self.lambda_init <= self.lambda_max, "lambda_init", "between 0 and controller.lambda_max")
+        self._at_least(1, "radius", "dwell")
+
+    @property
+    def max_group_size(self) -> int:
+        """The largest group size that this controller can choose."""
+        return self.group_size if self.kind == "fixed" else self.candidates[-1]
+
+
+@dataclass(frozen=True)
+class DynamicSamplingOptions(Section):
+    """DAPO's dynamic sampling: groups that are all right or all wrong are dropped and further prompts drawn instead."""
+
+    SECTION: ClassVar[str] = "dynamic_sampling"
+
+    enabled: bool | None = None
+    """Unset follows the preset: on for ``dapo``, off for the others."""
+    max_rounds: int = 4
+    """Most rollout rounds of a step, the first one included (ours; DAPO's code allows 10)."""
+    max_prompts_factor: float = 4.0
+    """Most prompts drawn in a step, as a multiple of those wanted (ours)."""
+    max_seconds: float | None = None
+    """No further round starts after this many seconds. Off by default: with a clock in the decision, a killed and
+    resumed run need not match one that was never interrupted."""
+    when_empty: Literal["skip", "keep"] = "skip"
+    """With no group left at the end of the budget: ``skip`` the update with a note, or ``keep`` the first round
+    as it is."""
+
+    def _check(self) -> None:
+        self._at_least(1, "max_rounds", "max_prompts_factor")
+        self._above_zero("max_seconds")
+
+
+@dataclass(frozen=True)
+class AlgoOptions(Section):
+    """The policy-gradient algorithm: a preset, and single settings in its place (unset keeps the preset's)."""
+
+    SECTION: ClassVar[str] = "algo"
+
+    preset: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
+    """Parameter set of the one loss function; see docs/algorithms.md."""
+    clip_low: float | None = None
+    """The probability ratio is clipped at 1 - clip_low."""
+    clip_high: float | None = None
+    """The probability ratio is clipped at 1 + clip_high."""
+    beta: float | None = None
+    """Weight of the KL penalty to the starting model; above 0 that model is held once beside the policy. TRL: 0."""
+    advantage_scale: Literal["std", "none"] | None = None
+    """Divide a group's advantages by their standard deviation (``std``, ddof=1) or not."""
+    adv_scale: Literal["none", "loo"] = "none"
+    """``loo`` multiplies advantages by G/(G-1): a mean that includes the completion itself shrinks the gradient by
+    1 - 1/G, which matters when G changes. ``none`` is the algorithm as published."""
+    overlong_cache: int | None = None
+    """Length in tokens of DAPO's soft punishment zone before the cap; 0 is off; unset is off except for ``dapo``, which
+    takes a fifth of the cap (4,096 of 20,480 in the paper)."""
+    mask_truncated: bool = False
+    """Leave completions cut at the cap out of the loss (they still count in their group's mean)."""
+    tis_cap: float | None = None
+    """Cap of the truncated importance weight between recomputed and rollout log-probs; only with
+    ``update.old_logprobs: recompute``; unset is off, 2.0 is usual."""
+
+    def _check(self) -> None:
+        for name in ("clip_low", "clip_high", "beta"):
+            value = getattr(self, name)
+            self._require(value is None or 0 <= value < math.inf, name, "a finite number, at least 0")
+        self._at_least(0, "overlong_cache")
+        self._above_zero("tis_cap")
+
+
+@dataclass(frozen=True)
+class UpdateOptions(Section):
+    """How a step's completions become gradients."""
+
+    SECTION: ClassVar[str] = "update"
+
+    micro_batch_tokens: int = 4096
+    """Most tokens of one forward and backward pass, a group's prompt counted once. Memory and speed depend on it, the
+    gradient does not."""
+    num_epochs: int = 1
+    """Passes over a step's completions (TRL: num_iterations, 1)."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass, each on its share of the groups; 1 is strictly on-policy."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """Where the old log-probs come from: those of the rollout, or one more forward pass before the update."""
+    checkpoint_activations: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    logprob_diff_alarm: float = 0.05
+    """Mean absolute difference between rollout and training log-probs that raises an alarm (ours; fp32 differs by
+    about 1e-6, bf16 by about 1e-2)."""
+    max_bad_steps: int = 5
+    """Stop after so many updates in a row with a loss or gradient that is not finite (ours)."""
+
+    def _check(self) -> None:
+        self._at_least(1, "micro_batch_tokens", "num_epochs", "num_minibatches", "max_bad_steps")
+        self._above_zero("logprob_diff_alarm")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(Section):
+    """AdamW with decoupled weight decay; the learning rate rises linearly over the warm-up, then stays."""
+
+    SECTION: ClassVar[str] = "optimizer"
+
+    learning_rate: float = 1e-6
+    """TRL's and DAPO's value for billions of parameters; small models want 1e-5 to 1e-3."""
+    warmup_steps: int = 20
+    """Optimizer steps from 0 to the full rate (DAPO: 20). The rate depends on the step alone, so ``steps`` may grow."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment (torch's and TRL's default)."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices and embeddings, not of norms and biases (TRL: 0, DAPO: 0.1)."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; TRL's and DAPO's value."""
+
+    def _check(self) -> None:
+        self._above_zero("learning_rate", "epsilon", "max_grad_norm")
+        self._at_least(0, "warmup_steps", "weight_decay")
+        for name in ("beta1", "beta2"):
+            self._require(0 <= getattr(self, name) < 1, name, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class RewardOptions(Section):
+    """The worker processes that score completions."""
+
+    SECTION: ClassVar[str] = "reward"
+
+    workers: int = 1
+    """Scoring processes; one is enough for scorers that take microseconds."""
+    timeout_seconds: float = 5.0
+    """A scorer that runs longer is killed and that completion gets reward 0, counted as an error."""
+
+    def _check(self) -> None:
+        self._at_least(1, "workers")
+        self._above_zero("timeout_seconds")
+
+
+@dataclass(frozen=True)
+class EvaluationOptions(Section):
+    """Held-out problems, always the same ones with the same noise: before step 1, every N steps and at the end."""
+
+    SECTION: ClassVar[str] = "evaluation"
+
+    every: int = 25
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    num_problems: int = 128
+    """Problems of the held-out split, one completion each; 0 never evaluates. At accuracy .5 the standard error of 128
+    is .044."""
+    temperature: float = 1.0
+    """1.0 measures the policy that is trained, 0 its greedy answer."""
+
+    def _check(self) -> None:
+        self._at_least(0, "every", "num_problems")
+        self._require(0 <= self.temperature < math.inf, "temperature", "a finite number, at least 0")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(Section):
+    """When the run is saved and what is kept."""
+
+    SECTION: ClassVar[str] = "checkpoint"
+
+    every: int = 25
+    """Steps between checkpoints; one is always written at the end and on SIGTERM. 0 writes only those."""
+    keep_last: int = 2
+    """Newest checkpoints kept, at least 1; two leave one to fall back to."""
+    keep_best: bool = True
+    """Also save and keep the step with the best held-out accuracy."""
+
+    def _check(self) -> None:
+        self._at_least(0, "every")
+        self._at_least(1, "keep_last")
+
+
+@dataclass(frozen=True)
+class MetricsOptions(Section):
+    """What is written and shown beside metrics.jsonl and lengths.jsonl."""
+
+    SECTION: ClassVar[str] = "metrics"
+
+    timeline_every: int = 10
+    """Steps between rollout timelines in timeline.jsonl, the first and last step always; 0 writes only those."""
+    tensorboard: bool = True
+    """Write TensorBoard event files when the tensorboard package is installed."""
+    display: Literal["auto", "live", "plain", "off"] = "auto"
+    """``auto`` shows a live table on a wide terminal and one line per step elsewhere."""
+
+    def _check(self) -> None:
+        self._at_least(0, "timeline_every")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """Everything that a run depends on. Sections are frozen records; ``from_yaml`` is the usual way in."""
+
+    model: ModelOptions
+    task: dict[str, Any]
+    """``name`` and the task's own options, checked by the task: ``addition``, ``reasoning_gym``, ``dataset``;
+    ``reward: module:function`` puts your own scorer in place."""
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    controller: ControllerOptions = field(default_factory=ControllerOptions)
+    dynamic_sampling: DynamicSamplingOptions = field(default_factory=DynamicSamplingOptions)
+    algo: AlgoOptions = field(default_factory=AlgoOptions)
+    update: UpdateOptions = field(default_factory=UpdateOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    steps: int = 200
+    """Optimizer steps of the whole run; a resumed run may raise it."""
+    seed: int = 0
+    """Fixes problems, noise and the controller's draws; the same seed gives the same run."""
+    threads: int | None = None
+    """Threads of this process for model and update; unset uses all cores. Training bits depend on it."""
+    run_dir: str = "runs/train"
+    """Folder of this run; ``from_yaml`` sets ``runs/NAME`` from the file's name when unset."""
+
+    def _check(self) -> None:
+        self._at_least(1, "steps", "threads")
+        self._require(0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
+        self._require(bool(self.run_dir), "run_dir", "a folder name")
+        name = self.task.get("name")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"task.name is {name!r}; it must be the name of a task, for example addition.")
+        if self.algo.tis_cap is not None and self.update.old_logprobs != "recompute":
+            raise ConfigError(
+                f"algo.tis_cap is {self.algo.tis_cap!r} but update.old_logprobs is 'rollout', so there is nothing to "
+                "weigh; set update.old_logprobs to recompute or leave algo.tis_cap unset."
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
+        """Build from nested mappings. Raises ConfigError for an unknown key, a missing one, a wrong type or range."""
+        check_keys(cls, values, root=cls, where=where)
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+        """Read ``path``, then apply ``overrides`` such as ``"steps=10"`` or ``"controller.candidates=[2, 4]"``.
+
+        Raises ConfigError for an unreadable file, a syntax error (file and line named) and whatever from_dict raises.
+        """
+        values = read_yaml(Path(path))
+        values.setdefault("run_dir", f"runs/{Path(path).stem}")
+        apply_overrides(values, overrides)
+        return cls.from_dict(values, where=str(path))
+
+    def with_overrides(self, overrides: Sequence[str]) -> TrainConfig:
+        """A copy with ``a.b=value`` settings applied."""
+        values = self.to_dict()
+        apply_overrides(values, overrides)
+        return self.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dicts and lists, every field resolved; ``from_dict`` gives an equal record back."""
+        return plain(asdict(self))
+
+    def to_yaml(self) -> str:
+        """YAML text that ``from_yaml`` reads back to an equal record."""
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+
+
+def changed_fields(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields that differ, by full path, as (old, new)."""
+    a, b = (dict(leaves(c.to_dict())) for c in (old, new))
+    return {path: (a.get(path), b.get(path)) for path in sorted(a.keys() | b.keys()) if a.get(path) != b.get(path)}
+
+
+def field_reference() -> list[tuple[str, str, str]]:
+    """(full path, default, documentation) of every option, in order."""
+    return list(describe_fields(TrainConfig))
