@@ -1,0 +1,84 @@
+"""Exact sampling from logits with given uniform numbers, in plain torch.
+
+Shape suffixes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def sample_tokens(
+    logits_RV: torch.Tensor,
+    uniform_R: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_k_R: torch.Tensor | None = None,
+    top_p_R: torch.Tensor | None = None,
+    min_p_R: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row by inverse CDF: (token [R] int64, log-prob [R] fp32).
+
+    With z = logits / temperature, the token is the smallest v whose cumulative sum of exp(z - max z) exceeds u times
+    the total; sums are fp64, u is float64 in [0, 1). The log-prob is ``z[v] - logsumexp(z)``. Filters apply in the
+    order top-k, top-p, min-p, each to the distribution left by the one before, ties to the lower id, and the log-prob
+    is renormalised over the kept tokens; a row switches one off with 0, 1.0, 0.0, and None switches it off for all.
+    Temperature 0 takes the likeliest token (lowest id among equals) whatever the filters, with its log-prob at
+    temperature 1. A token of probability 0 is never drawn. Rows do not affect each other's bits.
+
+    Raises RuntimeError when a row holds NaN or +inf, or nothing but -inf.
+    """
+    is_greedy_R = temperature_R == 0
+    z_RV = logits_RV.float() / torch.where(is_greedy_R, 1.0, temperature_R).to(torch.float32).unsqueeze(1)
+    largest_R1 = z_RV.amax(-1, keepdim=True)
+    if not bool(torch.isfinite(largest_R1).all()):
+        raise RuntimeError(
+            f"Logits are not finite in {int((~torch.isfinite(largest_R1)).sum())} of {len(z_RV)} rows; the policy's "
+            "weights have most likely diverged (lower the learning rate or resume from an earlier checkpoint)."
+        )
+    z_RV -= largest_R1
+    is_removed_RV = _filtered(z_RV, ~is_greedy_R, top_k_R, top_p_R, min_p_R)
+    if is_removed_RV is not None:
+        z_RV.masked_fill_(is_removed_RV, float("-inf"))
+    cumulative_RV = z_RV.exp().double().cumsum(-1)
+    total_R1 = cumulative_RV[:, -1:]
+    # The threshold stays below the total even where u * total rounds up to it, so the last positive step is found.
+    threshold_R1 = torch.minimum(
+        uniform_R.double().unsqueeze(1) * total_R1, torch.nextafter(total_R1, total_R1.new_zeros(()))
+    )
+    token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
+    token_R1 = torch.where(is_greedy_R.unsqueeze(1), z_RV.argmax(-1, keepdim=True), token_R1)
+    logprob_R1 = z_RV.gather(1, token_R1).double() - total_R1.log()
+    return token_R1.squeeze(1), logprob_R1.squeeze(1).float()
+
+
+def _filtered(
+    z_RV: torch.Tensor,
+    may_filter_R: torch.Tensor,
+    top_k_R: torch.Tensor | None,
+    top_p_R: torch.Tensor | None,
+    min_p_R: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Mask [R, V] of the tokens that the filters remove, or None when no row filters.
+
+    Ordered by falling probability, each of the three filters keeps a prefix, so a row needs one number.
+    """
+    if top_k_R is None and top_p_R is None and min_p_R is None:
+        return None
+    vocab_size = z_RV.shape[1]
+    sorted_RV, order_RV = torch.sort(z_RV, dim=-1, descending=True, stable=True)
+    weights_RV = sorted_RV.exp().double()
+    cumulative_RV = weights_RV.cumsum(-1)
+    num_kept_R = torch.full_like(order_RV[:, 0], vocab_size)
+    if top_k_R is not None:
+        num_kept_R = torch.where(top_k_R > 0, top_k_R.clamp(max=vocab_size), num_kept_R)
+    if top_p_R is not None:
+        kept_mass_R1 = cumulative_RV.gather(1, num_kept_R.unsqueeze(1) - 1)
+        mass_before_RV = cumulative_RV - weights_RV
+        in_nucleus_R = (mass_before_RV < top_p_R.double().unsqueeze(1) * kept_mass_R1).sum(-1)
+        num_kept_R = torch.where(top_p_R < 1, torch.minimum(num_kept_R, in_nucleus_R), num_kept_R)
+    if min_p_R is not None:
+        likely_R = (weights_RV >= min_p_R.double().unsqueeze(1) * weights_RV[:, :1]).sum(-1)
+        num_kept_R = torch.where(min_p_R > 0, torch.minimum(num_kept_R, likely_R), num_kept_R)
+    num_kept_R = torch.where(may_filter_R, num_kept_R, vocab_size)
+    is_removed_sorted_RV = torch.arange(vocab_size, device=z_RV.device) >= num_kept_R.unsqueeze(1)
+    return torch.zeros_like(is_removed_sorted_RV).scatter_(1, order_RV, is_removed_sorted_RV)
