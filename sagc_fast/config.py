@@ -15,7 +15,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from sagc_fast.config_parsing import Section, apply_overrides, check_keys, describe_fields, leaves, plain, read_yaml
+from sagc_fast.algo.config import AdvantageConfig, Algorithm, FilterConfig, LossConfig, make_algorithm
+from sagc_fast.config_parsing import (
+    Section,
+    apply_overrides,
+    check_keys,
+    describe_fields,
+    leaves,
+    plain,
+    read_yaml,
+    yaml_dialect,
+)
 from sagc_fast.errors import ConfigError
 
 
@@ -126,66 +136,6 @@ class ControllerOptions(Section):
     def max_group_size(self) -> int:
         """The largest group size that this controller can choose."""
         return self.group_size if self.kind == "fixed" else self.candidates[-1]
-
-
-@dataclass(frozen=True)
-class DynamicSamplingOptions(Section):
-    """DAPO's dynamic sampling: groups that are all right or all wrong are dropped and further prompts drawn instead."""
-
-    SECTION: ClassVar[str] = "dynamic_sampling"
-
-    enabled: bool | None = None
-    """Unset follows the preset: on for ``dapo``, off for the others."""
-    max_rounds: int = 4
-    """Most rollout rounds of a step, the first one included (ours; DAPO's code allows 10)."""
-    max_prompts_factor: float = 4.0
-    """Most prompts drawn in a step, as a multiple of those wanted (ours)."""
-    max_seconds: float | None = None
-    """No further round starts after this many seconds. Off by default: with a clock in the decision, a killed and
-    resumed run need not match one that was never interrupted."""
-    when_empty: Literal["skip", "keep"] = "skip"
-    """With no group left at the end of the budget: ``skip`` the update with a note, or ``keep`` the first round
-    as it is."""
-
-    def _check(self) -> None:
-        self._at_least(1, "max_rounds", "max_prompts_factor")
-        self._above_zero("max_seconds")
-
-
-@dataclass(frozen=True)
-class AlgoOptions(Section):
-    """The policy-gradient algorithm: a preset, and single settings in its place (unset keeps the preset's)."""
-
-    SECTION: ClassVar[str] = "algo"
-
-    preset: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
-    """Parameter set of the one loss function; see docs/algorithms.md."""
-    clip_low: float | None = None
-    """The probability ratio is clipped at 1 - clip_low."""
-    clip_high: float | None = None
-    """The probability ratio is clipped at 1 + clip_high."""
-    beta: float | None = None
-    """Weight of the KL penalty to the starting model; above 0 that model is held once beside the policy. TRL: 0."""
-    advantage_scale: Literal["std", "none"] | None = None
-    """Divide a group's advantages by their standard deviation (``std``, ddof=1) or not."""
-    adv_scale: Literal["none", "loo"] = "none"
-    """``loo`` multiplies advantages by G/(G-1): a mean that includes the completion itself shrinks the gradient by
-    1 - 1/G, which matters when G changes. ``none`` is the algorithm as published."""
-    overlong_cache: int | None = None
-    """Length in tokens of DAPO's soft punishment zone before the cap; 0 is off; unset is off except for ``dapo``, which
-    takes a fifth of the cap (4,096 of 20,480 in the paper)."""
-    mask_truncated: bool = False
-    """Leave completions cut at the cap out of the loss (they still count in their group's mean)."""
-    tis_cap: float | None = None
-    """Cap of the truncated importance weight between recomputed and rollout log-probs; only with
-    ``update.old_logprobs: recompute``; unset is off, 2.0 is usual."""
-
-    def _check(self) -> None:
-        for name in ("clip_low", "clip_high", "beta"):
-            value = getattr(self, name)
-            self._require(value is None or 0 <= value < math.inf, name, "a finite number, at least 0")
-        self._at_least(0, "overlong_cache")
-        self._above_zero("tis_cap")
 
 
 @dataclass(frozen=True)
@@ -324,8 +274,8 @@ class TrainConfig(Section):
     ``reward: module:function`` puts your own scorer in place."""
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     controller: ControllerOptions = field(default_factory=ControllerOptions)
-    dynamic_sampling: DynamicSamplingOptions = field(default_factory=DynamicSamplingOptions)
-    algo: AlgoOptions = field(default_factory=AlgoOptions)
+    algo: dict[str, Any] = field(default_factory=lambda: {"name": "grpo"})
+    """``name``: grpo, dapo, dr_grpo, gspo, cispo, rloo or reinforce_pp, and single options in place of that set's."""
     update: UpdateOptions = field(default_factory=UpdateOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
@@ -348,11 +298,17 @@ class TrainConfig(Section):
         name = self.task.get("name")
         if not isinstance(name, str) or not name:
             raise ConfigError(f"task.name is {name!r}; it must be the name of a task, for example addition.")
-        if self.algo.tis_cap is not None and self.update.old_logprobs != "recompute":
+        loss = self.algorithm.loss
+        if loss.rollout_is != "none" and self.update.old_logprobs != "recompute":
             raise ConfigError(
-                f"algo.tis_cap is {self.algo.tis_cap!r} but update.old_logprobs is 'rollout', so there is nothing to "
-                "weigh; set update.old_logprobs to recompute or leave algo.tis_cap unset."
+                f"algo.rollout_is is {loss.rollout_is!r} but update.old_logprobs is 'rollout', so there is nothing to "
+                "weigh; set update.old_logprobs to recompute or algo.rollout_is to none."
             )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The options of ``algo`` resolved into one record. Raises ConfigError for an unknown one."""
+        return make_algorithm(self.algo)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
@@ -385,7 +341,8 @@ class TrainConfig(Section):
         """YAML text that ``from_yaml`` reads back to an equal record."""
         import yaml
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+        _, dumper = yaml_dialect()
+        return yaml.dump(self.to_dict(), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def changed_fields(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
@@ -395,5 +352,10 @@ def changed_fields(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, A
 
 
 def field_reference() -> list[tuple[str, str, str]]:
-    """(full path, default, documentation) of every option, in order."""
-    return list(describe_fields(TrainConfig))
+    """(full path, default, documentation) of every option, in order; ``algo.*`` with the defaults of ``grpo``."""
+    rows = list(describe_fields(TrainConfig))
+    after_algo = next(i for i, (path, _, _) in enumerate(rows) if path == "algo") + 1
+    algorithm = [
+        row for record in (AdvantageConfig, LossConfig, FilterConfig) for row in describe_fields(record, "algo.")
+    ]
+    return rows[:after_algo] + algorithm + rows[after_algo:]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
 import itertools
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,12 +86,13 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set ``a.b=value`` strings in nested dicts; the value is read as YAML. Raises ConfigError for a malformed one."""
     import yaml
 
+    loader, _ = yaml_dialect()
     for text in overrides:
         path, equals, raw = text.partition("=")
         if not equals or not path.strip():
             raise ConfigError(f"The override {text!r} is not of the form name=value, for example steps=10.")
         try:
-            value = yaml.safe_load(raw)
+            value = yaml.load(raw, loader)
         except yaml.YAMLError:
             raise ConfigError(f"The override {text!r} has a value that is not YAML; quote it.") from None
         *parents, last = path.strip().split(".")
@@ -104,11 +107,38 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
         node[last] = value
 
 
+@functools.cache
+def yaml_dialect() -> tuple[type, type]:
+    """(loader, dumper) of safe YAML in which 1e-6 is a number, as in YAML 1.2 and as everyone means it, and a key given
+    twice is an error."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            seen = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value} stands twice", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+            return super().construct_mapping(node, deep)
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    number = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$")
+    for dialect in (Loader, Dumper):
+        dialect.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader, Dumper
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
+    loader, _ = yaml_dialect()
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""

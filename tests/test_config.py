@@ -57,7 +57,7 @@ def test_yaml_and_overrides_of_the_same_names(tmp_path):
     assert c.run_dir == "runs/run"
 
 
-def test_yaml_reads_1e_6_as_text_and_off_as_false_yet_both_work(tmp_path):
+def test_numbers_like_1e_6_and_a_bare_off_mean_what_they_say(tmp_path):
     path = write(
         tmp_path, "model: {path: m}\ntask: {name: a}\noptimizer: {learning_rate: 3e-4}\nmetrics: {display: off}"
     )
@@ -66,7 +66,7 @@ def test_yaml_reads_1e_6_as_text_and_off_as_false_yet_both_work(tmp_path):
 
 
 def test_round_trip_through_yaml(tmp_path):
-    c = config(controller={"candidates": [2, 6], "kind": "fixed"}, algo={"preset": "dapo", "clip_high": 0.3}, steps=7)
+    c = config(controller={"candidates": [2, 6], "kind": "fixed"}, algo={"name": "dapo", "clip_high": 0.3}, steps=7)
     assert TrainConfig.from_yaml(write(tmp_path, c.to_yaml())) == c
     assert TrainConfig.from_dict(c.to_dict()) == c
 
@@ -85,7 +85,7 @@ def test_with_overrides_and_changed_fields():
         ({"rollout": {"temprature": 1}}, "rollout.temprature; did you mean rollout.temperature"),
         ({"temperature": 1}, "temperature; did you mean rollout.temperature"),
         ({"optimizer": {"lerning_rate": 1}}, "did you mean optimizer.learning_rate"),
-        ({"algo": {"learning_rate": 1}}, "algo.learning_rate; did you mean optimizer.learning_rate"),
+        ({"update": {"learning_rate": 1}}, "update.learning_rate; did you mean optimizer.learning_rate"),
         ({"zzz": 1}, "no option zzz; `sagc-fast train --fields`"),
     ],
 )
@@ -122,8 +122,9 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
         ({"model": {"path": "m", "dtype": "fp16"}}, "model.dtype is 'fp16'; it must be fp32 or bf16"),
         ({"model": {}}, "model.path is missing"),
         ({"task": {"digits": 3}}, "task.name is None"),
-        ({"algo": {"preset": "ppo"}}, "algo.preset is 'ppo'; it must be grpo, dapo"),
-        ({"algo": {"tis_cap": 2.0}}, "set update.old_logprobs to recompute"),
+        ({"algo": {"name": "ppo"}}, "algo.name is 'ppo'; it must be one of grpo"),
+        ({"algo": {"clip_hihg": 1}}, "did you mean clip_high"),
+        ({"algo": {"rollout_is": "truncate"}}, "set update.old_logprobs to recompute"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
         ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2 is 1.0; it must be in [0, 1)"),
     ],
@@ -137,6 +138,7 @@ def test_bad_values_name_path_value_and_what_is_allowed(sections, wanted):
     [
         ("model: {path: m\ntask: [", r"run\.yaml, line \d+: not valid YAML"),
         ("model: {path: m}\ntask: {name: a}\n\trollout: 1\n", r"run\.yaml, line 3: not valid YAML"),
+        ("steps: 3\nseed: 1\nsteps: 4\n", r"run\.yaml, line 3: not valid YAML \(the key steps stands twice\)"),
         ("- a\n- b\n", "holds a list"),
         ("", "model is missing"),
     ],
