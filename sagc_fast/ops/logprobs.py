@@ -20,7 +20,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-prob [N], entropy [N]) of ``softmax(hidden @ lm_head.T / temperature)`` at ``targets_N`` (int64), nats, fp32.
+    """(log-prob [N], entropy [N]) of ``softmax(hidden @ lm_head.T / temperature)`` at int64 ``targets_N``, nats, fp32.
 
     Differentiable in hidden and lm_head. Logits exist for ``chunk`` tokens at a time, in forward and again in backward
     (the forward keeps two numbers per token); ``chunk=None`` takes as many as fit CHUNK_BYTES. fp64 in gives fp64 out.

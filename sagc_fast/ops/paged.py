@@ -3,7 +3,7 @@
 Every query token is a row of its own, be it a decode row or one of a prefill chunk. A row walks its context in chunks
 of absolute positions with an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); each row's products have a
 shape that does not depend on the other rows, and batched products keep its bits whatever the batch (measured, tested).
-Rows are sorted by context, longest first: chunk c concerns a prefix of the rows, and short contexts do not walk long ones.
+Rows are sorted by context, longest first: a chunk concerns a prefix of the rows, and short contexts end early.
 
 Shape suffixes: T tokens, n rows at work, H query heads, K kv heads, g query heads per kv head, D head width,
 C positions of a chunk.

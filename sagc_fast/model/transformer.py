@@ -1,0 +1,185 @@
+"""The decoder: one copy of the weights for rollout (paged, no gradients) and training (packed groups, autograd).
+
+Weights keep Hugging Face's orientation [out, in]; q, k, v are fused into one matrix and so are gate and up.
+
+Shape suffixes: T tokens of a step or packed batch, R rows whose output is wanted, E model width, F feed-forward width,
+H query heads, K kv heads, D head width, V vocabulary, P positions, D2 half the head width.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from sagc_fast import ops
+from sagc_fast.model.config import ModelConfig
+from sagc_fast.model.rope import rope_tables
+from sagc_fast.ops import reference
+from sagc_fast.ops.layouts import PackedLayout, PagedLayout
+
+FIRST_TABLE_POSITIONS = 2048
+"""Rotary tables start at this length and double when a longer context comes."""
+
+
+class KVLayers(Protocol):
+    """What the model needs of a KV cache: per layer two tensors [num_blocks, K, block_size, D]."""
+
+    def k(self, layer: int) -> torch.Tensor: ...
+
+    def v(self, layer: int) -> torch.Tensor: ...
+
+
+class DecoderLayer(nn.Module):
+    """Parameters of one layer and its packed (training) forward."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        width, hidden = config.hidden_size, config.intermediate_size
+
+        def parameter(*shape: int, when: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) if when else None
+
+        self.input_norm = parameter(width)
+        self.qkv_weight = parameter((heads + 2 * kv_heads) * head_dim, width)
+        self.qkv_bias = parameter((heads + 2 * kv_heads) * head_dim, when=config.has_qkv_bias)
+        self.q_norm = parameter(head_dim, when=config.has_qk_norm)
+        self.k_norm = parameter(head_dim, when=config.has_qk_norm)
+        self.o_weight = parameter(width, heads * head_dim)
+        self.o_bias = parameter(width, when=config.has_o_bias)
+        self.post_norm = parameter(width)
+        self.gate_up_weight = parameter(2 * hidden, width)
+        self.gate_up_bias = parameter(2 * hidden, when=config.has_mlp_bias)
+        self.down_weight = parameter(width, hidden)
+        self.down_bias = parameter(width, when=config.has_mlp_bias)
+
+    def split_heads(self, qkv_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q [T, H, D], k and v [T, K, D] of the fused projection."""
+        config = self.config
+        qkv = qkv_TX.view(qkv_TX.shape[0], -1, config.head_dim)
+        return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+
+    def forward(
+        self, x_TE: torch.Tensor, layout: PackedLayout, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor
+    ) -> torch.Tensor:
+        """Residual stream in, residual stream out; differentiable."""
+        eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
+        normed_TE = reference.rms_norm(x_TE, self.input_norm, eps)
+        q_THD, k_TKD, v_TKD = self.split_heads(functional.linear(normed_TE, self.qkv_weight, self.qkv_bias))
+        if self.q_norm is not None:
+            q_THD = reference.rms_norm(q_THD, self.q_norm, eps)
+            k_TKD = reference.rms_norm(k_TKD, self.k_norm, eps)
+        q_THD, k_TKD = reference.rotate(q_THD, cos_TD2, sin_TD2), reference.rotate(k_TKD, cos_TD2, sin_TD2)
+        attended = ops.varlen_attention(q_THD, k_TKD, v_TKD, layout, scale).flatten(1)
+        x_TE = x_TE + functional.linear(attended, self.o_weight, self.o_bias)
+        normed_TE = reference.rms_norm(x_TE, self.post_norm, eps)
+        gate_TF, up_TF = functional.linear(normed_TE, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
+        return x_TE + functional.linear(functional.silu(gate_TF) * up_TF, self.down_weight, self.down_bias)
+
+
+class Transformer(nn.Module):
+    """A Llama, Qwen2 or Qwen3 decoder. Parameters are uninitialised until a loader fills them (see loader.py)."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embed_weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.layers = nn.ModuleList(DecoderLayer(config, dtype, device) for _ in range(config.num_layers))
+        self.final_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
+        self.head_weight = (
+            None if config.tie_word_embeddings else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        )
+        self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def lm_head_weight(self) -> nn.Parameter:
+        """[V, E]; the embedding itself when tied."""
+        return self.embed_weight if self.head_weight is None else self.head_weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_weight.device
+
+    def rope(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 (cos, sin) tables [P, D2] with P >= ``num_positions``, on the model's device."""
+        if self._rope is None or len(self._rope[0]) < num_positions or self._rope[0].device != self.device:
+            length = max(FIRST_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
+            with torch.inference_mode(False):  # tables made in a rollout must serve training as well
+                self._rope = rope_tables(self.config, length, device=self.device)
+        return self._rope
+
+    @torch.inference_mode()
+    def forward_paged(self, token_ids_T: torch.Tensor, layout: PagedLayout, kv: KVLayers) -> torch.Tensor:
+        """One engine step: writes this step's keys and values into ``kv`` and returns the hidden states [R, E], after
+        the final norm, of ``layout.logits_rows_R``."""
+        config, layers = self.config, self.layers
+        eps, scale = config.rms_norm_eps, config.head_dim**-0.5
+        cos_PD2, sin_PD2 = self.rope(layout.max_context_len)
+        residual_TE = functional.embedding(token_ids_T, self.embed_weight)
+        x_TE = ops.rms_norm(residual_TE, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            q_THD, k_TKD, v_TKD = layer.split_heads(ops.linear(x_TE, layer.qkv_weight, layer.qkv_bias))
+            if layer.q_norm is not None:
+                q_THD = _head_norm(q_THD, layer.q_norm, eps)
+                k_TKD = _head_norm(k_TKD, layer.k_norm, eps)
+            k_cache, v_cache = kv.k(index), kv.v(index)
+            q_THD = ops.rope_and_cache(
+                q_THD, k_TKD, v_TKD, cos_PD2, sin_PD2, layout.positions_T, k_cache, v_cache, layout.slots_T
+            )
+            is_last = index + 1 == len(layers)
+            if is_last and len(layout.logits_rows_R) == 0:  # a prefill chunk short of the prompt's end: the KV was all
+                return residual_TE[:0]
+            x_TE = ops.paged_attention(q_THD, k_cache, v_cache, layout, scale).flatten(1)
+            if is_last:
+                x_TE, residual_TE = x_TE[layout.logits_rows_R], residual_TE[layout.logits_rows_R]
+            x_TE = ops.linear(x_TE, layer.o_weight, layer.o_bias)
+            x_TE, residual_TE = ops.add_rms_norm(x_TE, residual_TE, layer.post_norm, eps)
+            x_TE = ops.silu_mul(ops.linear(x_TE, layer.gate_up_weight, layer.gate_up_bias))
+            x_TE = ops.linear(x_TE, layer.down_weight, layer.down_bias)
+            next_norm = self.final_norm if is_last else layers[index + 1].input_norm
+            x_TE, residual_TE = ops.add_rms_norm(x_TE, residual_TE, next_norm, eps)
+        return x_TE
+
+    @torch.inference_mode()
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """fp32 [R, V]; the same bits for a row whatever the other rows (fp32 weights, CPU)."""
+        return ops.linear(hidden_RE, self.lm_head_weight).float()
+
+    def forward_packed(
+        self, token_ids_T: torch.Tensor, layout: PackedLayout, checkpoint_activations: bool = False
+    ) -> torch.Tensor:
+        """Hidden states [T, E] of a packed batch after the final norm, with gradients. ``checkpoint_activations`` keeps
+        one [T, E] per layer and computes the rest again in backward."""
+        cos_PD2, sin_PD2 = self.rope(int(layout.positions_T.max()) + 1 if len(token_ids_T) else 1)
+        cos_TD2, sin_TD2 = cos_PD2[layout.positions_T], sin_PD2[layout.positions_T]
+        x_TE = functional.embedding(token_ids_T, self.embed_weight)
+        for layer in self.layers:
+            if checkpoint_activations:
+                x_TE = checkpoint(layer, x_TE, layout, cos_TD2, sin_TD2, use_reentrant=False)
+            else:
+                x_TE = layer(x_TE, layout, cos_TD2, sin_TD2)
+        return reference.rms_norm(x_TE, self.final_norm, self.config.rms_norm_eps)
+
+    def forward_dense(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, V] of one plain causal sequence, with gradients: the path that tests compare with."""
+        length = len(token_ids_T)
+        positions_T = torch.arange(length, device=token_ids_T.device)
+        layout = PackedLayout(positions_T, prompt_spans=((0, length),), completion_spans=((),))
+        return functional.linear(self.forward_packed(token_ids_T, layout), self.lm_head_weight).float()
+
+
+def _head_norm(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Per-head norm of Qwen3, every (token, head) a row."""
+    return ops.rms_norm(x_THD.reshape(-1, x_THD.shape[-1]), weight_D, eps).view(x_THD.shape)
