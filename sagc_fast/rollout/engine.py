@@ -1,0 +1,248 @@
+"""The rollout engine: prompts in, groups of completions out, from one copy of the policy."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from sagc_fast.errors import BackendError, ConfigError, KVBudgetError
+from sagc_fast.rollout.call import Call, CallSettings, OnGroup
+from sagc_fast.rollout.kv_cache import KVCache, dtype_of
+from sagc_fast.rollout.lengths import LengthHistory
+from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, check_request
+from sagc_fast.rollout.stop import Detokenizer
+from sagc_fast.types import Group, RolloutStats, SamplingParams
+
+BYTES_PER_GB = 10**9
+
+
+class RolloutEngine:
+    """Samples groups of completions; weights may change between calls (in place), never during one.
+
+    In fp32 on the CPU a completion's tokens and log-probs depend, bit for bit, on the weights, its prompt, its sampling
+    parameters and its noise key (seed, prompt id, sample index) alone: not on batch order, group sizes, chunking,
+    preemption, memory or the number of rows.
+
+    Args:
+        model: a :class:`sagc_fast.model.transformer.Transformer`; its weights are read, never copied.
+        tokenizer: needed for string prompts, stop strings and ``Completion.text``.
+        kv_budget_gb: most memory for keys and values, in 10**9 bytes; less is taken when a call needs less.
+        block_size: tokens per KV block.
+        max_num_seqs: most completions that run at once. At most ``max_batch_tokens`` do.
+        max_batch_tokens: most tokens of one step, decode rows and prefill chunks together.
+        threads: torch's intra-op threads during ``generate``, restored afterwards; None leaves them alone.
+        kv_dtype: ``fp32``, ``bf16`` or ``fp16``; None: the model's.
+        eos_token_ids: ids that end a completion; None: those of the model's configuration, else the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        kv_budget_gb: float = 2.0,
+        block_size: int = 16,
+        max_num_seqs: int = 256,
+        max_batch_tokens: int = 2048,
+        threads: int | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs, "max_batch_tokens": max_batch_tokens}
+        for name, value in (*sizes.items(), ("threads", 1 if threads is None else threads)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be an integer >= 1.")
+        if not isinstance(kv_budget_gb, (int, float)) or not 0 < kv_budget_gb < float("inf"):
+            raise ConfigError(f"kv_budget_gb is {kv_budget_gb!r}; it must be a number of gigabytes above 0.")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.kv_budget_gb = kv_budget_gb
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_batch_tokens = max_batch_tokens
+        self.threads = threads
+        self.kv_dtype = model.dtype if kv_dtype is None else dtype_of(kv_dtype)
+        self.eos_token_ids = _eos_token_ids(model, tokenizer) if eos_token_ids is None else tuple(eos_token_ids)
+        self.policy_version = 0
+        """Number of :meth:`reset` calls so far; stamped on every group."""
+        self.stats = RolloutStats()
+        """Of the last call that finished."""
+        self.lengths = LengthHistory()
+        """Lengths per prompt id seen so far; guides admission only."""
+        self._kv: KVCache | None = None
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        dtype: str = "fp32",
+        device: str = "cpu",
+        kv_budget_gb: float = 2.0,
+        threads: int | None = None,
+        **settings: Any,
+    ) -> RolloutEngine:
+        """Load a Hugging Face model folder. ``dtype`` is ``fp32``, ``bf16`` or ``fp16``; ``settings`` as in the
+        constructor. A folder without tokenizer files gives an engine for token ids alone.
+
+        Raises ModelLoadError for a folder that cannot be read, BackendError for a device that is not there.
+        """
+        from sagc_fast.model.loader import load_model, load_tokenizer
+
+        dtype_of(dtype)
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise BackendError(f"Device {device!r} was asked for and torch sees no CUDA device here; use device='cpu'.")
+        model = load_model(folder, dtype=dtype, device=device)
+        tokenizer = load_tokenizer(folder) if _has_tokenizer(Path(folder)) else None
+        return cls(model, tokenizer, kv_budget_gb=kv_budget_gb, threads=threads, **settings)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int | Sequence[int] = 8,
+        params: ParamsArgument = SamplingParams(),  # noqa: B008 (frozen)
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """Sample ``group_size`` completions of every prompt.
+
+        Args:
+            prompts: strings (encoded by the tokenizer, its special tokens included) or token-id lists.
+            group_size: one for all prompts, or one per prompt; at least 1.
+            params: one for all, one per prompt, or per prompt a list with one per completion. A completion that reaches
+                the end of the model's context is cut there with finish_reason ``length``.
+            prompt_ids: the prompts' part of the noise key and of the length history; default: the place in the call.
+            on_group: called in this thread with each group as soon as it is complete. What it raises leaves this call
+                and ends it; the engine stays usable.
+
+        Returns the groups in prompt order. All checks precede all work: PromptError for prompts and parameters,
+        KVBudgetError when one completion alone could outgrow the KV budget.
+        """
+        started = perf_counter()
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("This RolloutEngine is generating already; call it from one place at a time.")
+        try:
+            config = self.model.config
+            requests = check_request(
+                prompts,
+                group_size,
+                params,
+                prompt_ids,
+                vocab_size=config.vocab_size,
+                context_length=config.max_position_embeddings,
+                tokenizer=self.tokenizer,
+            )
+            if not requests:
+                self.stats = RolloutStats()
+                return []
+            num_completions = sum(len(request.params) for request in requests)
+            settings = CallSettings(
+                capacity_rows=min(self.max_num_seqs, self.max_batch_tokens, num_completions),
+                max_batch_tokens=self.max_batch_tokens,
+                eos_token_ids=self.eos_token_ids,
+                policy_version=self.policy_version,
+                is_keyed_by_prompt=prompt_ids is not None,
+            )
+            kv = self._kv_for(requests, settings.capacity_rows)
+            with _torch_threads(self.threads):
+                call = Call(self.model, kv, requests, settings, self.lengths, self._detokenizer)
+                groups = call.run(on_group)
+            self.stats = call.stats(perf_counter() - started)
+            return groups
+        finally:
+            self._lock.release()
+
+    def reset(self) -> None:
+        """Call after a weight update: no KV computed before is used again, ``policy_version`` goes up by one."""
+        self.policy_version += 1
+
+    def release(self) -> None:
+        """Give the KV memory back; the next call takes it anew."""
+        self._kv = None
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def bytes_per_block(self) -> int:
+        """Bytes of one KV block over all layers."""
+        config = self.model.config
+        return KVCache.bytes_per_block(
+            config.num_layers, self.block_size, config.num_kv_heads, config.head_dim, self.kv_dtype
+        )
+
+    def _kv_for(self, requests: list[PromptRequest], capacity_rows: int) -> KVCache:
+        """A cache within the budget and no larger than the call can use; an earlier one is kept when it suffices."""
+        budget = int(self.kv_budget_gb * BYTES_PER_GB) // self.bytes_per_block()
+        private, prompts = [], []
+        for index, request in enumerate(requests):
+            prompt_length = request.token_ids.size
+            prompts.append(self._blocks_of(prompt_length))
+            for params in request.params:
+                needed = self._blocks_of(self._kv_length(prompt_length, params))
+                if needed > budget:
+                    raise self._budget_error(index, prompt_length, params, needed)
+                private.append(needed - prompt_length // self.block_size)
+        # At most capacity_rows completions and their prompts are held at once; the rest is admission's headroom.
+        useful = sum(heapq.nlargest(capacity_rows, private)) + sum(heapq.nlargest(capacity_rows, prompts))
+        num_blocks = min(budget, useful + capacity_rows + 1)
+        if self._kv is None or not num_blocks <= self._kv.num_blocks <= budget:
+            self._kv = None  # the old memory goes before the new comes
+            config = self.model.config
+            self._kv = KVCache(
+                config.num_layers,
+                num_blocks,
+                self.block_size,
+                config.num_kv_heads,
+                config.head_dim,
+                self.kv_dtype,
+                self.model.device,
+            )
+        return self._kv
+
+    def _kv_length(self, prompt_length: int, params: SamplingParams) -> int:
+        """Most tokens in the cache for one completion; the last one sampled is never fed back."""
+        return min(prompt_length + params.max_new_tokens, self.model.config.max_position_embeddings) - 1
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _budget_error(self, index: int, prompt_length: int, params: SamplingParams, needed: int) -> KVBudgetError:
+        needed_bytes = needed * self.bytes_per_block()
+        remedy_gb = (needed_bytes // 10**5 + 1) / 10**4
+        return KVBudgetError(
+            f"Prompt {index} with {prompt_length} tokens and max_new_tokens={params.max_new_tokens} needs "
+            f"{needed_bytes:,} bytes of KV cache for one completion and kv_budget_gb={self.kv_budget_gb:g} allows "
+            f"{int(self.kv_budget_gb * BYTES_PER_GB):,}; set kv_budget_gb to at least {remedy_gb:g} or lower "
+            "max_new_tokens."
+        )
+
+
+@contextmanager
+def _torch_threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(before)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    ids = tuple(model.config.eos_token_ids)
+    if not ids and getattr(tokenizer, "eos_token_id", None) is not None:
+        ids = (tokenizer.eos_token_id,)
+    return ids
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))

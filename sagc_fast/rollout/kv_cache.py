@@ -1,0 +1,76 @@
+"""The memory behind the KV blocks: one tensor for all layers, written in place.
+
+Shape suffixes: L layers, N blocks, K kv heads, D head width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sagc_fast.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
+    """The torch dtype for ``fp32``, ``bf16`` or ``fp16`` (a torch dtype passes through when it is one of the three)."""
+    dtype = DTYPES.get(name) if isinstance(name, str) else name
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)}.")
+    return dtype
+
+
+class KVCache:
+    """Keys and values of every layer, [N, K, block_size, D] each; slot = block * block_size + offset."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+        self._data_L2NKBD = _zeros(shape, dtype, torch.device(device))
+        self._keys = [self._data_L2NKBD[layer, 0] for layer in range(num_layers)]
+        self._values = [self._data_L2NKBD[layer, 1] for layer in range(num_layers)]
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of one layer, [N, K, block_size, D], contiguous."""
+        return self._keys[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of one layer, [N, K, block_size, D], contiguous."""
+        return self._values[layer]
+
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy whole blocks in all layers. All sources are read before any target is written."""
+        device = self._data_L2NKBD.device
+        source_ids = torch.from_numpy(sources.astype(np.int64)).to(device)
+        target_ids = torch.from_numpy(targets.astype(np.int64)).to(device)
+        self._data_L2NKBD.index_copy_(2, target_ids, self._data_L2NKBD.index_select(2, source_ids))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data_L2NKBD.numel() * self._data_L2NKBD.element_size()
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that cost no memory on the CPU until a block is first written (calloc maps pages on demand)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    storage = np.zeros(shape, dtype=np.int32 if dtype.itemsize == 4 else np.int16)
+    return torch.from_numpy(storage).view(dtype)

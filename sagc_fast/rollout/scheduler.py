@@ -1,0 +1,392 @@
+"""What each engine step computes: decode rows, prefill chunks, and whose KV blocks give way. Torch-free.
+
+Cost model. A step costs about ``a + b * tokens`` seconds: ``a`` reads the weights once, ``b`` is a token's arithmetic.
+The number of tokens of a call is fixed, so a call is fast when it has few steps. Hence
+- every decode row runs in every step, and prefill chunks fill the rest of ``max_batch_tokens`` in the same step, where
+  they ride on weights that are read anyway; the bound caps the time and the memory of one step;
+- completions start longest expected first: list scheduling by longest processing time (Graham 1969) ends within 4/3 of
+  the best schedule, and the completion that would end last is not the one that starts last;
+- a row is given out again in the step after its sequence ends.
+
+Memory. Blocks for decode rows are secured before anything else in a step, so that nothing can fail later in it: idle
+prompts (cached for siblings that wait, none running) go first, then the youngest sequences are sent back to wait,
+oldest readmitted first; their tokens are kept and only their KV is computed again. New sequences are admitted only
+while one free block per running row remains (ours: a row grows by ``block_size`` tokens before it needs another).
+
+A step costs O(admitted rows), most of it in whole-array operations; completions that wait cost nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sagc_fast.rollout.admission import AdmissionQueue
+from sagc_fast.rollout.block_manager import BlockManager
+from sagc_fast.rollout.rows import RowTable, Slots
+from sagc_fast.rollout.sequence import NO_BLOCKS, PromptGroup, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens computed in one step: of a group's prompt, or of a sequence whose KV was given up."""
+
+    group: PromptGroup
+    sequence: Sequence | None
+    """None: the prompt itself."""
+    start: int
+    length: int
+    num_recomputed: int
+    """Tokens of the chunk that had been computed before."""
+    is_last: bool
+    """Whether the chunk ends at the sequence's last token, so that its hidden state is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One engine step. Samples are drawn in the order decode rows, finishing chunks, late forks."""
+
+    decode_slots: Slots
+    """One query token each."""
+    chunks: tuple[Chunk, ...]
+    samples_per_chunk: tuple[int, ...]
+    """For each finishing chunk, how many sequences draw a token from it."""
+    late_forks: tuple[tuple[PromptGroup, int], ...]
+    """Prompts that an earlier step finished, and how many first tokens are drawn from each now."""
+    copy_sources: NDArray[np.int32]
+    """Blocks to copy before the step's tokens are written (copy on write of partial prompt blocks)."""
+    copy_targets: NDArray[np.int32]
+    sample_slots: Slots
+    """Rows that get a token, in sampling order."""
+
+
+class Scheduler:
+    """Owns queue, rows and blocks of one ``generate`` call.
+
+    Call :meth:`schedule`, run the plan, :meth:`commit` it, record the sampled tokens in ``rows``, then :meth:`finish`
+    the sequences that end. ``blocks`` must be able to hold the longest sequence alone (the engine checks it before).
+    """
+
+    def __init__(
+        self, queue: AdmissionQueue, rows: RowTable, blocks: BlockManager, block_size: int, max_batch_tokens: int
+    ) -> None:
+        if rows.capacity > max_batch_tokens:
+            raise ValueError(f"{rows.capacity} rows do not fit in steps of max_batch_tokens={max_batch_tokens}.")
+        self.queue = queue
+        self.rows = rows
+        self.blocks = blocks
+        self.block_size = block_size
+        self.max_batch_tokens = max_batch_tokens
+        self.num_preemptions = 0
+        self._sent_back: list[tuple[int, Sequence]] = []
+        self._prefilling: list[PromptGroup] = []
+        self._recomputing: list[Sequence] = []
+        self._idle: dict[int, PromptGroup] = {}
+        self._num_started = 0
+        self._copies: list[tuple[int, int]] = []
+        self._late_forks: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rows.num_occupied or self._sent_back or self.queue.num_waiting)
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Secure the decode rows' blocks, admit what fits, fill the token budget with prefill chunks."""
+        self._copies, self._late_forks = [], []
+        preemptions_before = self.num_preemptions
+        self._secure_decode_blocks()
+        if self.num_preemptions == preemptions_before:
+            self._admit()
+        decode_slots = self.rows.decode_slots
+        chunks = self._plan_chunks(self.max_batch_tokens - decode_slots.size)
+        sampled = [_sampled_by(chunk) for chunk in chunks if chunk.is_last]
+        joining = [s.slot for group in (*sampled, self._late_forks) for s in group]
+        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
+        return StepPlan(
+            decode_slots=decode_slots,
+            chunks=chunks,
+            samples_per_chunk=tuple(len(sequences) for sequences in sampled),
+            late_forks=tuple((group, len(list(run))) for group, run in groupby(s.group for s in self._late_forks)),
+            copy_sources=copies[:, 0],
+            copy_targets=copies[:, 1],
+            sample_slots=np.concatenate((decode_slots, np.array(joining, dtype=np.int64))),
+        )
+
+    def commit(self, plan: StepPlan) -> None:
+        """The plan's tokens are in the cache; rows that sample their next token become decode rows."""
+        rows = self.rows
+        rows.num_computed[plan.decode_slots] += 1
+        for chunk in plan.chunks:
+            if chunk.sequence is None:
+                self._commit_prompt_chunk(chunk)
+            else:
+                slot = chunk.sequence.slot
+                rows.num_computed[slot] += chunk.length
+                if chunk.is_last:
+                    self._recomputing.remove(chunk.sequence)
+        joining = plan.sample_slots[plan.decode_slots.size :]
+        if joining.size:
+            rows.start_decoding(joining)
+
+    def finish(self, slots: Slots) -> list[Sequence]:
+        """These decode rows have ended: free their rows and blocks; returns their sequences, outputs filled in."""
+        finished = []
+        self.rows.stop_decoding(slots)
+        for slot in slots.tolist():
+            sequence = self.rows.sequences[slot]
+            assert sequence is not None
+            group = sequence.group
+            self.blocks.release(self.rows.detach(slot))
+            group.num_finished += 1
+            group.finished_tokens += sequence.num_output
+            self._leave(group)
+            self.queue.note_finished(group, sequence.num_output)
+            finished.append(sequence)
+        return finished
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def _secure_decode_blocks(self) -> None:
+        """Give every decode row a block of its own to write to, making room first where there is none."""
+        rows, blocks = self.rows, self.blocks
+        while True:
+            slots = rows.decode_slots
+            if not slots.size:
+                return
+            written = rows.num_computed[slots] // self.block_size
+            grows = written >= rows.num_blocks[slots]
+            targets = rows.block_tables[slots, np.where(grows, 0, written)]
+            is_shared = ~grows & (blocks.refcounts[targets] > 1)
+            num_needed = int(grows.sum())
+            if is_shared.any():
+                num_needed += self._count_copies(targets[is_shared])
+            if num_needed <= blocks.num_free:
+                break
+            self._reclaim()
+        if is_shared.any():
+            for slot, column in zip(slots[is_shared].tolist(), written[is_shared].tolist(), strict=True):
+                self._copy_on_write(slot, column)
+        growing = slots[grows]
+        if growing.size:
+            rows.block_tables[growing, rows.num_blocks[growing]] = blocks.allocate(growing.size)
+            rows.num_blocks[growing] += 1
+
+    def _count_copies(self, shared_blocks: NDArray[np.int32]) -> int:
+        """Copies that these writers need; where they are a block's only owners, the last one keeps the original."""
+        distinct, num_writers = np.unique(shared_blocks, return_counts=True)
+        return int((num_writers - (self.blocks.refcounts[distinct] == num_writers)).sum())
+
+    def _copy_on_write(self, slot: int, column: int) -> None:
+        source = self.rows.block_tables[slot, column]
+        if self.blocks.refcounts[source] == 1:
+            return  # the other owners have taken their copies
+        target = self.blocks.allocate(1)
+        self.blocks.release(np.array([source], dtype=np.int32))
+        self.rows.block_tables[slot, column] = target[0]
+        self._copies.append((int(source), int(target[0])))
+
+    def _reclaim(self) -> None:
+        """Free at least one block, or bring the demand down: idle prompts, then the youngest row, then a spare copy."""
+        if self._idle:
+            self._evict_prompt(next(iter(self._idle.values())))
+        elif self.rows.num_occupied > 1:
+            self._send_back(self.rows.youngest())
+        elif not self._drop_partial_block(self.rows.youngest().group):
+            raise RuntimeError("The KV cache cannot hold one sequence; the engine should have refused the call.")
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """Preempt: keep the tokens, give up row and blocks, wait for readmission ahead of new sequences."""
+        rows, group = self.rows, sequence.group
+        slot = np.array([sequence.slot])
+        rows.stop_decoding(slot)
+        self.blocks.release(rows.detach(sequence.slot))
+        if sequence in group.joiners:
+            group.joiners.remove(sequence)
+            if not group.joiners:
+                self._prefilling.remove(group)
+                group.is_prefilling = False
+        elif sequence in self._recomputing:
+            self._recomputing.remove(sequence)
+        self.num_preemptions += 1
+        heapq.heappush(self._sent_back, (sequence.order, sequence))
+        self._leave(group)
+
+    def _leave(self, group: PromptGroup) -> None:
+        """One admitted sequence fewer: with the last, the prompt becomes idle, or goes when all have finished."""
+        group.num_live -= 1
+        if group.num_live:
+            return
+        if group.num_waiting:
+            self._idle[group.prompt_index] = group
+        else:
+            self._evict_prompt(group)
+            group.last_hidden = None
+
+    def _evict_prompt(self, group: PromptGroup) -> None:
+        self._idle.pop(group.prompt_index, None)
+        self.blocks.release(group.blocks)
+        group.blocks = NO_BLOCKS
+        group.num_cached = 0
+
+    def _drop_partial_block(self, group: PromptGroup) -> bool:
+        """Give up the group's hold on the partial block at the prompt's end; False when it holds none."""
+        num_full = group.prompt_length // self.block_size
+        if group.is_prefilling or group.blocks.size <= num_full:
+            return False
+        self.blocks.release(group.blocks[num_full:])
+        group.blocks = group.blocks[:num_full]
+        group.num_cached = num_full * self.block_size
+        return True
+
+    # ---- admission -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.rows.num_free:
+            sequence = self._sent_back[0][1] if self._sent_back else self.queue.peek()
+            if sequence is None or not self._has_room(sequence):
+                return
+            if sequence.order < 0:
+                self.queue.pop(sequence)
+                sequence.order = self._num_started
+                self._num_started += 1
+            else:
+                heapq.heappop(self._sent_back)
+            self._place(sequence)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether the sequence may start now; with nothing running, make it so."""
+        needed = self._blocks_to_start(sequence)
+        num_running = self.rows.num_occupied
+        if num_running:
+            return self.blocks.num_free - needed > num_running
+        while self.blocks.num_free < needed:
+            others = [group for group in self._idle.values() if group is not sequence.group]
+            if not others:
+                break  # placing takes over the prompt's partial block instead of copying it
+            self._evict_prompt(others[0])
+        return True
+
+    def _blocks_to_start(self, sequence: Sequence) -> int:
+        group = sequence.group
+        if not group.is_cached:
+            return 0 if group.is_prefilling else self._blocks_of(group.prompt_length) - group.blocks.size
+        if sequence.num_output == 0:
+            return 0
+        return self._blocks_of(sequence.length) - group.prompt_length // self.block_size
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _place(self, sequence: Sequence) -> None:
+        """Give the sequence a row: behind its prompt's prefill, at a finished prompt, or with KV to compute again."""
+        group = sequence.group
+        self.rows.attach(sequence)
+        group.num_live += 1
+        self._idle.pop(group.prompt_index, None)
+        if not group.is_cached:
+            group.joiners.append(sequence)
+            if not group.is_prefilling:
+                self._start_prefill(group)
+        elif sequence.num_output == 0:
+            self._fork(sequence)
+            self._late_forks.append(sequence)
+            self._drop_partial_if_unneeded(group)
+        else:
+            self._fork_and_extend(sequence)
+            self._drop_partial_if_unneeded(group)
+
+    def _start_prefill(self, group: PromptGroup) -> None:
+        missing = self._blocks_of(group.prompt_length) - group.blocks.size
+        group.blocks = np.concatenate((group.blocks, self.blocks.allocate(missing)))
+        group.is_prefilling = True
+        self._prefilling.append(group)
+
+    def _fork(self, sequence: Sequence) -> None:
+        """Hold the prompt's blocks by reference; the first write will copy the partial one."""
+        group = sequence.group
+        self.blocks.share(group.blocks)
+        self.rows.set_blocks(
+            sequence.slot, group.blocks, group.prompt_length, shared_blocks=group.prompt_length // self.block_size
+        )
+
+    def _fork_and_extend(self, sequence: Sequence) -> None:
+        """Readmission at a cached prompt: share its full blocks, copy the partial one, take blocks for the output."""
+        group, rows = sequence.group, self.rows
+        num_full = group.prompt_length // self.block_size
+        num_private = self._blocks_of(int(rows.length[sequence.slot])) - num_full
+        partial = group.blocks[num_full:]
+        self.blocks.share(group.blocks[:num_full])
+        if partial.size and self.blocks.num_free < num_private:
+            private = np.concatenate((partial, self.blocks.allocate(num_private - 1)))
+            group.blocks = group.blocks[:num_full]
+            group.num_cached = num_full * self.block_size
+        else:
+            private = self.blocks.allocate(num_private)
+            if partial.size:
+                self._copies.append((int(partial[0]), int(private[0])))
+        table = np.concatenate((group.blocks[:num_full], private))
+        rows.set_blocks(sequence.slot, table, group.prompt_length, shared_blocks=num_full)
+        if rows.length[sequence.slot] - group.prompt_length == 1:
+            rows.start_decoding(np.array([sequence.slot]))
+        else:
+            self._recomputing.append(sequence)
+
+    def _drop_partial_if_unneeded(self, group: PromptGroup) -> None:
+        """With no sibling left to fork, the last writer may keep the partial block instead of copying it."""
+        if not group.num_waiting:
+            self._drop_partial_block(group)
+
+    # ---- prefill -------------------------------------------------------------------------------------------------
+
+    def _plan_chunks(self, budget: int) -> tuple[Chunk, ...]:
+        chunks: list[Chunk] = []
+        for sequence in self._recomputing:
+            if budget <= 0:
+                break
+            start, end = (int(array[sequence.slot]) for array in (self.rows.num_computed, self.rows.length))
+            chunks.append(_chunk(sequence.group, sequence, start, end, sequence.high_water, budget))
+            budget -= chunks[-1].length
+        for group in self._prefilling:
+            if budget <= 0:
+                break
+            chunks.append(_chunk(group, None, group.num_cached, group.prompt_length, group.high_water, budget))
+            budget -= chunks[-1].length
+        return tuple(chunks)
+
+    def _commit_prompt_chunk(self, chunk: Chunk) -> None:
+        group = chunk.group
+        group.num_cached += chunk.length
+        group.high_water = max(group.high_water, group.num_cached)
+        if not chunk.is_last:
+            return
+        self._prefilling.remove(group)
+        group.is_prefilling = False
+        joiners, group.joiners = group.joiners, []
+        for sequence in joiners:
+            if sequence.num_output == 0:
+                self._fork(sequence)
+            else:  # next in line, now at a cached prompt
+                self.rows.detach(sequence.slot)
+                heapq.heappush(self._sent_back, (sequence.order, sequence))
+                self._leave(group)
+        self._drop_partial_if_unneeded(group)
+
+
+def _chunk(group: PromptGroup, sequence: Sequence | None, start: int, end: int, high_water: int, budget: int) -> Chunk:
+    stop = min(end, start + budget)
+    return Chunk(
+        group, sequence, start, stop - start, num_recomputed=max(0, min(stop, high_water) - start), is_last=stop == end
+    )
+
+
+def _sampled_by(chunk: Chunk) -> list[Sequence]:
+    """Sequences whose next token is drawn from this finishing chunk's hidden state."""
+    if chunk.sequence is not None:
+        return [chunk.sequence]
+    return [sequence for sequence in chunk.group.joiners if sequence.num_output == 0]

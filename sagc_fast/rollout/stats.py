@@ -1,0 +1,111 @@
+"""Counts what a ``generate`` call did with its tokens, rows and seconds (definitions: sagc_fast.types.RolloutStats)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from sagc_fast.types import Group, RolloutStats
+
+TAIL_SHARE = 0.25
+"""A step is in the tail when at most this share of the capacity samples (ours)."""
+
+
+class StatsRecorder:
+    """Collects one call; :meth:`result` makes the record."""
+
+    def __init__(self, capacity_rows: int) -> None:
+        self.capacity_rows = capacity_rows
+        self.active_rows: list[int] = []
+        self.num_prefill_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self.sample_seconds = 0.0
+
+    def add_step(
+        self,
+        num_sampled: int,
+        num_prefill_tokens: int,
+        num_recomputed_tokens: int,
+        num_decode_tokens: int,
+        model_seconds: float,
+        sample_seconds: float,
+    ) -> None:
+        """One engine step; model time is divided between prefill and decode by their tokens.
+
+        A step without tokens (first tokens drawn from prompts that were ready) counts as decode.
+        """
+        self.active_rows.append(num_sampled)
+        self.num_prefill_tokens += num_prefill_tokens
+        self.num_recomputed_tokens += num_recomputed_tokens
+        num_tokens = num_prefill_tokens + num_decode_tokens
+        prefill_share = num_prefill_tokens / num_tokens if num_tokens else 0.0
+        self.prefill_seconds += model_seconds * prefill_share
+        self.decode_seconds += model_seconds * (1.0 - prefill_share)
+        self.sample_seconds += sample_seconds
+
+    def result(
+        self,
+        groups: Sequence[Group],
+        total_seconds: float,
+        num_preemptions: int,
+        kv_blocks_total: int,
+        kv_blocks_peak: int,
+        kv_bytes_total: int,
+        is_filtered: bool,
+    ) -> RolloutStats:
+        lengths = [group.lengths for group in groups]
+        ratios = [straggler_ratio(group) for group in lengths]
+        flat = [length for group in lengths for length in group]
+        num_truncated = sum(c.is_truncated for group in groups for c in group.completions)
+        model_seconds = self.prefill_seconds + self.decode_seconds
+        return RolloutStats(
+            num_prompts=len(groups),
+            num_completions=len(flat),
+            num_prompt_tokens=sum(len(group.prompt_token_ids) for group in groups),
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_output_tokens=sum(flat),
+            num_steps=len(self.active_rows),
+            total_seconds=total_seconds,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            sample_seconds=self.sample_seconds,
+            host_seconds=max(0.0, total_seconds - model_seconds - self.sample_seconds),
+            capacity_rows=self.capacity_rows,
+            active_rows=self.active_rows,
+            idle_fraction=idle_fraction(self.active_rows, self.capacity_rows),
+            tail_fraction=tail_fraction(self.active_rows, self.capacity_rows),
+            num_preemptions=num_preemptions,
+            kv_blocks_total=kv_blocks_total,
+            kv_blocks_peak=kv_blocks_peak,
+            kv_bytes_total=kv_bytes_total,
+            straggler_ratio_mean=sum(ratios) / len(ratios) if ratios else 0.0,
+            straggler_ratio_max=max(ratios, default=0.0),
+            clipped_ratio=num_truncated / len(flat) if flat else 0.0,
+            mean_length=sum(flat) / len(flat) if flat else 0.0,
+            max_length=max(flat, default=0),
+            is_filtered=is_filtered,
+        )
+
+
+def straggler_ratio(lengths: Sequence[int]) -> float:
+    """Longest over median completion length of a group (every completion has at least one token)."""
+    return max(lengths) / statistics.median(lengths)
+
+
+def idle_fraction(active_rows: Sequence[int], capacity_rows: int) -> float:
+    """1 - useful row-steps / (capacity x steps); 0 without steps."""
+    area = capacity_rows * len(active_rows)
+    return 1.0 - sum(active_rows) / area if area else 0.0
+
+
+def tail_fraction(active_rows: Sequence[int], capacity_rows: int) -> float:
+    """Share of the steps that sample something, but at most ``TAIL_SHARE`` of the capacity; 0 without steps.
+
+    A step that samples nothing is prefill with its rows waiting, not a tail.
+    """
+    if not active_rows:
+        return 0.0
+    return sum(0 < rows <= TAIL_SHARE * capacity_rows for rows in active_rows) / len(active_rows)
