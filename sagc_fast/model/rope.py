@@ -20,15 +20,19 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin), each [max_positions, head_dim / 2]. A row depends on its position alone, not on the table's length.
     Angles are formed in fp32, as transformers does, also when ``dtype`` is wider."""
-    exponents_D2 = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies_D2 = 1.0 / config.rope_theta**exponents_D2
+    frequencies_D2 = plain_frequencies(config.head_dim, config.rope_theta)
     if config.rope_scaling is not None:
-        frequencies_D2 = _llama3_scaled(frequencies_D2, config.rope_scaling)
+        frequencies_D2 = llama3_scaled(frequencies_D2, config.rope_scaling)
     angles_PD2 = torch.arange(max_positions).float().unsqueeze(1) * frequencies_D2
     return angles_PD2.cos().to(device, dtype), angles_PD2.sin().to(device, dtype)
 
 
-def _llama3_scaled(frequencies_D2: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def plain_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """Radians per position of each pair of dimensions, fp32 [head_dim / 2]."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+
+
+def llama3_scaled(frequencies_D2: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Long wavelengths are stretched by ``factor``, short ones kept, those between blended (Llama 3.1 release)."""
     wavelengths_D2 = 2 * math.pi / frequencies_D2
     context = scaling.original_max_position_embeddings
