@@ -1,0 +1,154 @@
+"""The summary's tiles, tables and cautions, and the details at the end of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sagc_fast.report.data import RunData
+from sagc_fast.report.summary import Accuracy, RunSummary, summarize, time_ratio, warnings
+from sagc_fast.report.text import compact, duration, escape, percent
+from sagc_fast.report.timeline import tag
+
+
+def tiles(runs: Sequence[RunData], base: int) -> str:
+    """The comparison of the first other run, or the course of the only one, as a few large figures."""
+    other = next((i for i, run in enumerate(runs) if i != base and run.num_steps), None)
+    if other is None:
+        return _single_tiles(summarize(runs[base]))
+    n = min(runs[base].num_steps, runs[other].num_steps)
+    ours, theirs = summarize(runs[other], n), summarize(runs[base], n)
+    shown = []
+    there = f"in {runs[base].tag}"
+    if ratio := time_ratio(ours, theirs):
+        note = f"{duration(theirs.seconds)} → {duration(ours.seconds)}"
+        shown.append((f"{ratio:.2f}×", "the speed at equal steps", note))
+    if ours.straggler_rate is not None and theirs.straggler_rate is not None:
+        shown.append((percent(ours.straggler_rate), "groups straggled", f"{percent(theirs.straggler_rate)} {there}"))
+    if ours.output_tokens and theirs.output_tokens:
+        shown.append((compact(ours.output_tokens), "output tokens", f"{compact(theirs.output_tokens)} {there}"))
+    if ours.accuracy_last and theirs.accuracy_last:
+        value = percent(ours.accuracy_last.value)
+        shown.append((value, "held-out accuracy", f"{theirs.accuracy_last} {there}"))
+    return _tile_row(shown, f"{runs[other].tag} against {runs[base].tag}, the same {n} steps")
+
+
+def _single_tiles(whole: RunSummary) -> str:
+    shown = []
+    if whole.accuracy_last and whole.accuracy_first:
+        shown.append((percent(whole.accuracy_last.value), "held-out accuracy", f"{whole.accuracy_first} before"))
+    if whole.straggler_rate is not None:
+        goal = f"goal {percent(whole.delta)}" if whole.has_goal else ""
+        shown.append((percent(whole.straggler_rate), "groups straggled", goal))
+    if whole.tokens_per_second:
+        shown.append((compact(whole.tokens_per_second), "tokens per second", "of rollout"))
+    if whole.seconds:
+        shown.append((duration(whole.seconds), "of training", f"{whole.num_steps} steps"))
+    return _tile_row(shown, "")
+
+
+def _tile_row(shown: Sequence[tuple[str, str, str]], title: str) -> str:
+    if not shown:
+        return ""
+    body = "".join(
+        f'<div class="tile"><span class="value">{escape(value)}</span><span>{escape(label)}</span>'
+        f'<span class="note">{escape(note)}</span></div>'
+        for value, label, note in shown
+    )
+    heading = f'<p class="tiles-title">{escape(title)}</p>' if title else ""
+    return f'{heading}<div class="tiles">{body}</div>'
+
+
+def comparison_table(runs: Sequence[RunData], base: int) -> str:
+    """One column per run over all of its steps."""
+    sums = [summarize(run) for run in runs]
+    kinds: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
+        ("controller", lambda s: escape(s.run.controller)),
+        ("optimizer steps", lambda s: str(s.num_steps)),
+        ("training time", lambda s: duration(s.seconds)),
+        ("· rollout", lambda s: duration(s.phase_seconds["rollout"])),
+        ("· waiting for rewards", lambda s: duration(s.phase_seconds["reward"])),
+        ("· update", lambda s: duration(s.phase_seconds["update"])),
+        ("output tokens", lambda s: compact(s.output_tokens)),
+        ("tokens per second of rollout", lambda s: compact(s.tokens_per_second)),
+        ("mean group size", lambda s: compact(s.group_size)),
+        ("straggler rate", lambda s: percent(s.straggler_rate)),
+        ("cut completions", lambda s: percent(s.clipped_ratio)),
+        ("idle row-steps", lambda s: percent(s.idle_fraction)),
+        ("mean completion length", lambda s: compact(s.length)),
+        ("training reward, first → last tenth", lambda s: f"{compact(s.reward_first)} → {compact(s.reward_last)}"),
+        ("held-out accuracy, before → after", lambda s: _before_after(s.accuracy_first, s.accuracy_last)),
+    )
+    is_marked = len(runs) > 1
+    heads = "".join(
+        f'<th scope="col">{tag(run, i)} {escape(run.name)}'
+        f"{' <small>baseline</small>' if i == base and is_marked else ''}</th>"
+        for i, run in enumerate(runs)
+    )
+    return _table(heads, [(name, [show(s) for s in sums]) for name, show in kinds], "figures")
+
+
+def _before_after(first: Accuracy | None, last: Accuracy | None) -> str:
+    return "–" if first is None else f"{first} → {last}" if last else str(first)
+
+
+def warning_list(runs: Sequence[RunData]) -> str:
+    """What to know about each run before relying on its figures."""
+    items = [f"<li><b>{escape(run.name)}</b>: {escape(note)}.</li>" for run in runs for note in warnings(run)]
+    if not items:
+        return ""
+    return f'<div class="notes"><h3>Before you rely on these figures</h3><ul>{"".join(items)}</ul></div>'
+
+
+def details(runs: Sequence[RunData]) -> str:
+    """Where the numbers come from: folders, software, and the settings that differ."""
+    heads = "".join(f'<th scope="col">{tag(run, i)} {escape(run.name)}</th>' for i, run in enumerate(runs))
+    versions = [_flatten(run.versions) for run in runs]
+    rows = [("folder", [escape(str(run.path)) for run in runs])]
+    for name in dict.fromkeys(name for found in versions for name in found):
+        rows.append((escape(name), [escape(str(found.get(name, "–"))) for found in versions]))
+    parts = [_table(heads, rows)]
+    if len(runs) > 1:
+        differing = _differing_settings(runs)
+        said = "These settings differ." if differing else "The configurations are the same."
+        parts.append(f"<h3>Configuration</h3><p>{said}</p>{_table(heads, differing) if differing else ''}")
+    for run in runs:
+        if run.config:
+            summary = f"<summary>Configuration of {escape(run.name)}</summary>"
+            parts.append(f'<details class="numbers">{summary}<pre>{escape(_dump(run.config))}</pre></details>')
+    return "".join(parts)
+
+
+def _table(heads: str, rows: Sequence[tuple[str, Sequence[str]]], css: str = "") -> str:
+    body = "".join(
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in values)}</tr>'
+        for name, values in rows
+    )
+    head = f"<thead><tr><td></td>{heads}</tr></thead>"
+    return f'<div class="scroll"><table class="{css}">{head}<tbody>{body}</tbody></table></div>'
+
+
+def _differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    flat = [_flatten(run.config) for run in runs]
+    names = dict.fromkeys(name for settings in flat for name in settings)
+    found = []
+    for name in names:
+        values = [settings.get(name, "–") for settings in flat]
+        if any(value != values[0] for value in values):
+            found.append((escape(name), [escape(str(value)) for value in values]))
+    return found
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _dump(config: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
