@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sysconfig
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 EXTRAS = {
     "gpu": ["triton>=3.6"],
@@ -17,6 +23,70 @@ EXTRAS = {
 }
 # What runs on any machine; [gpu] and [flash] need a CUDA one.
 EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard") for name in EXTRAS[extra]})
+
+CPU_SOURCES = ("library", "op_linear", "op_attention", "op_rowwise", "dispatch", "level_scalar", "level_avx2")
+
+
+def torch_folder() -> Path | None:
+    """torch's folder, found without importing torch; also from pip's isolated build environment, where ``purelib``
+    still names the environment that the package is installed into. None when there are no headers to build against."""
+    spec = importlib.util.find_spec("torch")
+    found = [Path(spec.origin).parent] if spec and spec.origin else []
+    for folder in [*found, *(Path(sysconfig.get_path(key)) / "torch" for key in ("purelib", "platlib"))]:
+        if (folder / "include/torch/csrc/stable/library.h").exists():
+            return folder
+    return None
+
+
+def cpu_extension() -> list[Extension]:
+    """The CPU operators, optional throughout: whatever is missing, the package installs and runs on plain torch."""
+    folder = torch_folder()
+    missing = [
+        sentence
+        for sentence, is_there in (
+            ("SAGC_BUILD_NATIVE=0 is set", os.environ.get("SAGC_BUILD_NATIVE", "1") != "0"),
+            ("torch and its headers are not installed yet", folder is not None),
+            ("there is no C++ compiler", shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")),
+        )
+        if not is_there
+    ]
+    if missing:
+        print(f"sagc_fast: installing without the native CPU operators, because {missing[0]}.")
+        return []
+    return [
+        Extension(
+            "sagc_fast._C",
+            [f"csrc/cpu/{name}.cpp" for name in CPU_SOURCES],
+            depends=[str(path) for path in sorted(Path("csrc/cpu").glob("*.[hi]*"))],
+            include_dirs=[f"{folder}/include"],
+            library_dirs=[f"{folder}/lib"],
+            libraries=["torch_cpu", "c10"],
+            language="c++",
+            # One library for torch 2.11 and later. No instruction set is named here: csrc chooses at run time. Products
+            # and sums are fused only where the source says so, or the bits of a row would depend on the tile it is in.
+            define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
+            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-g0"],
+            optional=True,
+        )
+    ]
+
+
+class BuildStable(build_ext):
+    """Builds a library with torch's stable ABI and none of Python's: one file name for every interpreter, no PyInit."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", os.sep) + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return ext.export_symbols
+
+
+class StableWheel(bdist_wheel):
+    """A wheel that holds the library depends on the platform, not on the interpreter."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
 
 setup(
     name="sagc_fast",
@@ -55,5 +125,7 @@ setup(
         "rich",
     ],
     extras_require=EXTRAS,
+    ext_modules=cpu_extension(),
+    cmdclass={"build_ext": BuildStable, "bdist_wheel": StableWheel},
     entry_points={"console_scripts": ["sagc-fast=sagc_fast.cli:main"]},
 )

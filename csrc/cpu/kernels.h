@@ -1,0 +1,125 @@
+// The seam between the operators (torch stable ABI, baseline instructions) and the kernels (one table per instruction set).
+//
+// Every kernel works on a half-open range of independent work items, so that the caller may spread the items over threads.
+// The result of an item never depends on the range it was called with: that, and a fixed order of every sum, is what makes
+// the bits of a row independent of the other rows, of their order and of the number of threads.
+//
+// Letters: T tokens, E model width, F feed-forward width, M N K of a matrix product, H query heads, D head width,
+// P positions, V vocabulary, R rows to sample.
+#pragma once
+
+#include <cstdint>
+
+namespace sagc {
+
+struct bf16_t {
+  uint16_t bits;
+};
+
+enum class Dtype { kFloat32, kBFloat16 };
+
+// y[M, N] = x[M, K] weight[N, K]^T (+ bias[N]); x is fp32, y and the bias have y_dtype, sums are fp32.
+struct LinearArgs {
+  const float* x;
+  const void* weight;
+  const void* bias;  // may be null
+  void* y;
+  int64_t x_stride, weight_stride;  // elements between rows
+  int64_t M, N, K;
+  Dtype weight_dtype, y_dtype;
+};
+
+struct RmsNormArgs {
+  const void* x;         // [T, E]
+  const void* residual;  // [T, E] or null: y = norm(x), else y = norm(residual + x)
+  const void* weight;    // [E]
+  void* y;               // [T, E]
+  void* new_residual;    // [T, E], written when residual is given
+  int64_t E;
+  float eps;
+  Dtype dtype;
+};
+
+struct SiluMulArgs {
+  const void* gate_up;  // [T, 2F]
+  void* y;              // [T, F]
+  int64_t F;
+  Dtype dtype;
+};
+
+struct RopeArgs {
+  const void *q, *k, *v;                // [T, heads, D]; heads of a token are contiguous
+  int64_t q_stride, k_stride, v_stride;  // elements between tokens
+  const float *cos, *sin;               // [P, D / 2]
+  const int64_t *positions, *slots;     // [T]
+  void* q_out;                          // [T, H, D]
+  void *k_cache, *v_cache;              // [blocks, K, block_size, D]
+  int64_t num_heads, num_kv_heads, head_dim, block_size;
+  Dtype dtype, cache_dtype;
+};
+
+// A query token with everything attention has to know about it.
+struct AttentionToken {
+  int32_t token;     // row of q and of the output
+  int32_t sequence;  // row of the block tables
+  int32_t visible;   // number of KV positions it attends to
+};
+
+// Tokens [begin, end) x query heads [head_begin, head_end) of every KV head; the tokens may belong to several sequences,
+// sequence by sequence with ascending `visible`, which hold the same blocks in their first `shared_chunks` chunks.
+struct AttentionItem {
+  int32_t begin, end, head_begin, head_end, shared_chunks;
+};
+
+struct AttentionArgs {
+  const void* q;     // [T, H, D]; heads of a token are contiguous
+  int64_t q_stride;  // elements between tokens
+  const void *k_cache, *v_cache;  // [blocks, K, block_size, D]
+  void* out;                      // [T, H, D]
+  const int32_t* block_tables;    // [S, block_tables_stride]
+  int64_t block_tables_stride;
+  int64_t num_heads, num_kv_heads, head_dim, block_size;
+  float scale;
+  const AttentionToken* tokens;
+  const AttentionItem* items;
+  int64_t num_items;  // work item i of the kernel: KV head i / num_items, items[i % num_items]
+  Dtype dtype, cache_dtype;
+};
+
+constexpr int kAttentionChunk = 64;         // KV positions per step of the online softmax, aligned to absolute positions
+constexpr int kAttentionRows = 32;          // query rows (tokens x query heads of a KV head) per item at most
+constexpr int kAttentionMaxHeadDim = 512;
+
+struct SampleArgs {
+  const float* logits;  // [R, V]
+  int64_t logits_stride;
+  const double* uniform;      // [R]
+  const float* temperature;  // [R]
+  int64_t V;
+  int64_t* token;  // [R]
+  float* logprob;  // [R]
+};
+
+struct KernelTable {
+  const char* name;
+  int64_t (*linear_items)(const LinearArgs&);
+  void (*linear)(const LinearArgs&, int64_t begin, int64_t end);
+  void (*widen)(const bf16_t* x, int64_t stride, float* y, int64_t width, int64_t begin, int64_t end);
+  void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);
+  void (*silu_mul)(const SiluMulArgs&, int64_t begin, int64_t end);
+  void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);
+  void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);
+  void (*sample)(const SampleArgs&, int64_t begin, int64_t end);
+};
+
+extern const KernelTable kScalarKernels;
+#if defined(__x86_64__)
+extern const KernelTable kAvx2Kernels;
+#endif
+
+// The table in use: the best one this CPU has, unless SAGC_CPU_LEVEL or set_level says otherwise.
+const KernelTable& kernels();
+bool set_level(const char* name);  // false: unknown here
+const char* available_levels();    // comma-separated, slowest first
+
+}  // namespace sagc

@@ -1,0 +1,14 @@
+// Every kernel for the Vec defined before; last comes their table. Included once per instruction set.
+#pragma once
+
+// clang-format off
+#include "vec_math.inl"
+#include "dot_tile.inl"
+#include "linear.inl"
+#include "attention.inl"
+#include "rowwise.inl"
+#include "sampling.inl"
+// clang-format on
+
+#define SAGC_KERNEL_TABLE(name) \
+  { name, linear_items, linear, widen, rms_norm, silu_mul, rope_and_cache, attention, sample }

@@ -1,0 +1,60 @@
+// What every operator needs from torch's stable ABI: checks with one clear sentence, dtypes, and the thread pool.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace sagc {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Dtype dtype_of(const Tensor& t, const char* name) {
+  const ScalarType type = t.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, name, " must be float32 or bfloat16");
+  return type == ScalarType::Float ? Dtype::kFloat32 : Dtype::kBFloat16;
+}
+
+inline void check_type(const Tensor& t, ScalarType type, const char* name, const char* type_name) {
+  STD_TORCH_CHECK(t.scalar_type() == type, name, " must be ", type_name);
+}
+
+inline void check_contiguous(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
+}
+
+// [T, heads, D] with the heads of a token side by side: a plain tensor, or a slice of a fused projection.
+inline void check_heads(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.dim() == 3 && (t.size(2) <= 1 || t.stride(2) == 1) && (t.size(1) <= 1 || t.stride(1) == t.size(2)), name,
+                  " must be [tokens, heads, head width] with contiguous heads");
+}
+
+inline Tensor empty(std::initializer_list<int64_t> size, ScalarType type) {
+  return torch::stable::empty({size.begin(), size.size()}, type);
+}
+
+constexpr double kMinFlopsPerThread = 2e5;  // a few microseconds: less is not worth waking a thread for
+
+// f(begin, end) over [0, items), on several threads when every one of them gets enough to do.
+template <class F>
+void parallel(int64_t items, double flops, const F& f) {
+  if (items == 0) return;
+  int64_t grain = 1;
+  if (flops > 0) {
+    const double per_item = flops / static_cast<double>(items);
+    grain = static_cast<int64_t>(kMinFlopsPerThread / per_item) + 1;
+  }
+  if (grain >= items)
+    f(int64_t{0}, items);
+  else
+    torch::stable::parallel_for(0, items, grain, f);
+}
+
+}  // namespace sagc
