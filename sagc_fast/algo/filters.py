@@ -82,9 +82,9 @@ def soft_overlong_punishment(lengths_C: torch.Tensor, max_length: int, cache_len
         )
     lengths_C = torch.as_tensor(lengths_C)
     if cache_length == 0:
-        return -(lengths_C > max_length).float()
+        return 0.0 - (lengths_C > max_length).float()
     excess_C = (lengths_C - (max_length - cache_length)).clamp(0, cache_length)
-    return -(excess_C.double() / cache_length).float()
+    return (0.0 - excess_C.double() / cache_length).float()
 
 
 def truncation_mask(is_truncated_C: torch.Tensor, config: FilterConfig) -> torch.Tensor:

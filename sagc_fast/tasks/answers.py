@@ -95,6 +95,12 @@ def as_decimal(text: str) -> Decimal | None:
         return None
 
 
+def are_integers(*texts: str) -> bool:
+    """True when every text is an integer and nothing else: then comparing them decides."""
+    numbers = [as_decimal(text) for text in texts]
+    return all(number is not None and number == number.to_integral_value() for number in numbers)
+
+
 def evaluate_arithmetic(expression: str) -> tuple[Fraction, list[int]] | None:
     """Exact value of an expression of integers with ``+ - * /``, unary minus and parentheses, and the integers in it.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from sagc_fast.tasks.answers import after_hashes, answers_equal, extract_answer, last_boxed
+from sagc_fast.tasks.answers import after_hashes, answers_equal, are_integers, extract_answer, last_boxed
 from sagc_fast.tasks.base import Problem, Score
 
 VERIFY_SECONDS = 2
@@ -32,8 +32,9 @@ def score_math(completion: str, problem: Problem, *, extract: str = "auto") -> S
         answer = text = extract_answer(completion, extract)
     if text is None or not text.strip():
         return Score(0.0, False)
-    if answer is not None and answers_equal(answer, gold):
-        return Score(1.0, True)
+    if answer is not None and (answers_equal(answer, gold) or are_integers(answer, gold)):
+        is_correct = answers_equal(answer, gold)
+        return Score(float(is_correct), is_correct)
     given = list(_parsed_answer(answer)) if answer is not None else parse(text, parsing_timeout=VERIFY_SECONDS)
     reference = list(_parsed_answer(gold))
     is_correct = bool(given) and bool(reference) and verify(reference, given, timeout_seconds=VERIFY_SECONDS)

@@ -77,9 +77,10 @@ def load_scorer(target: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
                 f"The reward {target!r} names module {module_name!r}, which is neither installed nor in the current "
                 f"directory {os.getcwd()}; start from the folder that holds it or set PYTHONPATH."
             ) from error
+        remedy = "pip install sagc_fast[tasks]" if module_name.startswith("sagc_fast.") else "install it"
         raise LoadError(
-            f"Module {module_name!r} of the reward {target!r} needs the module {error.name!r}, which is not installed; "
-            "install it in this environment."
+            f"Module {module_name!r} of the reward {target!r} needs the module {error.name!r}, which is not installed "
+            f"here; {remedy}."
         ) from error
     except BaseException as error:
         raise LoadError(
