@@ -123,12 +123,8 @@ def _read_jsonl(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     except OSError as error:
         problems.append(f"{path.name} could not be read ({error.strerror})")
     if bad_lines:
-        where = (
-            f"line {bad_lines[0]}"
-            if len(bad_lines) == 1
-            else f"{len(bad_lines)} lines, the first of them {bad_lines[0]},"
-        )
-        problems.append(f"{path.name}: {where} could not be read and was left out")
+        more = f" and {len(bad_lines) - 1} more" if len(bad_lines) > 1 else ""
+        problems.append(f"line {bad_lines[0]}{more} of {path.name} could not be read and was left out")
 
 
 def _columns(records: list[dict[str, Any]]) -> Columns:

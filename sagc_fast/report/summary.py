@@ -145,7 +145,7 @@ def single_sentences(run: RunData) -> list[str]:
     whole = summarize(run)
     name = _bold(run)
     sentences = []
-    took = f" in {duration(whole.seconds)} of training" if whole.seconds else ""
+    took = f" and {duration(whole.seconds)} of training" if whole.seconds else ""
     if whole.accuracy_first and whole.accuracy_last:
         change = _change(whole.accuracy_last, whole.accuracy_first)
         verb = {1: "rose", -1: "fell", 0: "did not change measurably: it went"}[change]
