@@ -1,0 +1,44 @@
+"""From what callers hold (lists of lists, arrays, tensors) to one flat vector of lengths and the group boundaries."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+
+NO_OFFSETS = np.zeros(1, np.int64)
+
+
+def flatten(lengths: Any) -> tuple[np.ndarray, int, np.ndarray]:
+    """(values float64 [N], group_size, offsets int64): groups are cut every ``group_size`` values, or at offsets if 0.
+
+    Raises ValueError when ``lengths`` is not one sequence of numbers per group.
+    """
+    if type(lengths) is np.ndarray and lengths.ndim == 2:
+        values = np.ascontiguousarray(lengths, dtype=np.float64).reshape(-1)
+        return values, max(1, lengths.shape[1]), NO_OFFSETS
+    try:
+        values = np.frombuffer(array("d", chain.from_iterable(lengths)), dtype=np.float64)
+        sizes = list(map(len, lengths))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"observe() wants one sequence of completion lengths per group, such as [[12, 30], [8, 9]]; got {_short(lengths)}."
+        ) from error
+    if not sizes:
+        return values, 0, NO_OFFSETS
+    if sizes.count(sizes[0]) == len(sizes):
+        return values, max(1, sizes[0]), NO_OFFSETS
+    return values, 0, np.array([0, *accumulate(sizes)], dtype=np.int64)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def count_flags(flags: Sequence[Any]) -> int:
+    """Number of true flags in one sequence per group."""
+    return sum(map(bool, chain.from_iterable(flags)))
