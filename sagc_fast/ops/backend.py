@@ -91,16 +91,9 @@ def _choose(op: str, device_type: str, dtype: torch.dtype) -> tuple[Backend, str
         return "torch", "sagc_fast._C is not built"
     if op not in native.available_ops():
         return "torch", "the native library has no such operation"
-    if not _native_supports(native, op, device_type, dtype):
+    if not native.supports(op, device_type, dtype):
         return "torch", f"no native {op} for {device_type} {dtype}"
     return "native", f"asked for by {source}" if asked else "automatic"
-
-
-def _native_supports(native: ModuleType, op: str, device_type: str, dtype: torch.dtype) -> bool:
-    """A library may name its devices and dtypes per operation; one that does not serves fp32 and bf16 on the CPU."""
-    if hasattr(native, "supports"):
-        return native.supports(op, device_type, dtype)
-    return device_type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def _checked(name: str, source: str) -> Backend:
