@@ -1,7 +1,7 @@
 """Character-level addition whose answers vary in length with a heavy tail, for a policy small enough for any CPU.
 
-A prompt is ``"17+385="``, a sum of two or more terms. The policy shipped with the package (see ``data/addition/README.md``)
-answers in one of two styles and may go over its workings again:
+A prompt is ``"17+385="``, a sum of two or more terms. The policy shipped with the package (``data/addition/README.md``
+tells how it was made) answers in one of two styles and may go over its workings again:
 
     >402                                                    at a guess: short, and often wrong
     7+5+0=12,1+8+1=10,0+3+1=4>402                           step by step, a clause a column, right to left
@@ -34,13 +34,13 @@ MAX_DRAWS = 10_000
 class AdditionConfig:
     """How the sums are drawn. The defaults are those that the shipped policy has learnt from."""
 
-    max_digits: int = 5
+    max_digits: int = 4
     """Digits of the longest term, 1 to 18."""
     more_digits: float = 0.6
     """Probability of one more digit, asked again until it fails or ``max_digits`` is reached."""
     max_terms: int = 4
     """Terms of a sum, 2 to 16."""
-    more_terms: float = 0.3
+    more_terms: float = 0.25
     """Probability of one more term beyond two, asked in the same way."""
     max_new_tokens: int = 256
     """Length cap of an answer in tokens (characters)."""
@@ -69,7 +69,7 @@ class AdditionTask:
         self.scorer_spec = ScorerSpec("sagc_fast.tasks.addition:score")
 
     def problem(self, split: str, index: int) -> Problem:
-        """The ``index``-th sum of ``split``. Raises ConfigError for another split or a configuration with no sums in it."""
+        """The ``index``-th sum of ``split``. Raises ConfigError for an unknown split and for one without sums."""
         check_split(split)
         rng = random.Random(f"addition {split} {self.seed if split == 'train' else 0} {index}")
         for _ in range(MAX_DRAWS):

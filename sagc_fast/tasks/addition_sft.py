@@ -1,4 +1,4 @@
-"""Makes the small policy that is shipped for the addition task: supervised training on a mix of worked and guessed sums.
+"""Makes the small policy shipped for the addition task: supervised training on a mix of worked and guessed sums.
 
     python -m sagc_fast.tasks.addition_sft --out DIR
 
