@@ -94,7 +94,7 @@ setup(
     description="Straggler-aware group sizing for synchronous GRPO/DAPO, with its own rollout engine and trainer",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     classifiers=[
         "Development Status :: 4 - Beta",

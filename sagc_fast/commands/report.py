@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 HELP = "write one HTML page about one or several runs"
-
 EPILOG = """examples:
   sagc-fast report runs/demo/sagc                          writes runs/demo/sagc/report.html
   sagc-fast report runs/demo/sagc runs/demo/fixed          both in one page, written to report.html
@@ -17,8 +16,6 @@ were killed are read as far as they go."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory that `sagc-fast train` wrote")
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="default: report.html in the run directory; for several runs, here"

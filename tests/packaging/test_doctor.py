@@ -1,0 +1,76 @@
+"""``sagc-fast doctor``: true about this machine, and its exit status tells a script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from sagc_fast.cli import main
+from sagc_fast.commands import _diagnosis as diagnosis
+
+
+@pytest.fixture(scope="module")
+def report():
+    return diagnosis.diagnose()
+
+
+def test_every_operation_is_listed_with_its_backend_and_reason(report):
+    rows = dict(report.sections["Operators on the CPU"])
+    for name in diagnosis.OPERATIONS:
+        assert rows[f"{name} [cpu, float32]"].split(" (")[0] in {"native", "torch"}
+
+
+def test_this_environment_passes(report):
+    assert not report.has_failed
+    assert report.to_dict()["ok"] is True
+    assert any("same bits alone and in a batch" in check.sentence for check in report.checks)
+
+
+def test_failed_check_gives_exit_status_1(monkeypatch, capsys, report):
+    failed = diagnosis.Diagnosis({"Software": [("torch", "2.13.0")]}, [diagnosis.Check("failure", "It is broken.")])
+    monkeypatch.setattr(diagnosis, "diagnose", lambda *_: failed)
+    assert main(["doctor"]) == 1
+    assert "FAIL  It is broken." in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["checks"] == [{"status": "failure", "sentence": "It is broken."}]
+
+
+def test_damaged_native_library_is_a_failure_with_the_remedy(editable, tmp_path):
+    python, source = editable
+    library = source / "sagc_fast" / "_C.so"
+    library.write_bytes(b"not a library")
+    try:
+        script = python.parent / "sagc-fast"
+        done = subprocess.run([script, "doctor"], cwd=tmp_path, capture_output=True, text=True)
+    finally:
+        library.unlink()
+    assert done.returncode == 1, done.stderr
+    assert "FAIL  The native CPU operators are built but do not load" in done.stdout
+    assert "run pip install again" in done.stdout
+
+
+def test_kv_plan_counts_keys_and_values_of_every_layer(monkeypatch, tmp_path):
+    config = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=8, max_position_embeddings=128)
+    monkeypatch.setattr("sagc_fast.model.loader.load_config", lambda folder: config)
+    rows = dict(diagnosis.kv_plan(tmp_path, 0.001))
+    assert rows["0.001 GB in fp32"] == f"{1_000_000 // 384:,} tokens (384 bytes each)"
+    assert rows["0.001 GB in bf16"] == f"{1_000_000 // 192:,} tokens (192 bytes each)"
+
+
+def test_model_folder_that_is_none_gives_one_sentence(tmp_path, capsys):
+    assert main(["doctor", "--model", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.11.0", "ok"), ("2.13.1+cu130", "ok"), ("2.10.0", "warning")])
+def test_torch_outside_the_tested_releases_is_a_warning(monkeypatch, version, status):
+    monkeypatch.setattr(diagnosis, "version_of", lambda name: version)
+    assert diagnosis.check_torch().status == status
+
+
+def test_more_threads_than_cores_is_a_warning(monkeypatch):
+    monkeypatch.setattr(diagnosis, "num_cores", lambda: 0)
+    assert diagnosis.check_threads().status == "warning"
