@@ -71,7 +71,7 @@ def test_digits_and_terms_are_spread_geometrically():
         (">40", 0.0),
         (">4021", 0.0),
         (">+402", 0.0),
-        (">402", 0.0),
+        (">\uff14\uff10\uff12", 0.0),  # digits, but not those of the tokenizer
     ],
 )
 def test_only_the_exact_sum_after_one_mark_is_paid(text, reward):
