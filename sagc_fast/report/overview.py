@@ -11,11 +11,11 @@ from sagc_fast.report.text import compact, duration, escape, percent
 from sagc_fast.report.timeline import tag
 
 
-def tiles(runs: Sequence[RunData], base: int) -> str:
-    """The comparison of the first other run, or the course of the only one, as a few large figures."""
-    other = next((i for i, run in enumerate(runs) if i != base and run.num_steps), None)
-    if other is None:
-        return _single_tiles(summarize(runs[base]))
+def tiles(runs: Sequence[RunData], pairs: Sequence[tuple[int, int]]) -> str:
+    """The first comparison, or the course of the only run, as a few large figures."""
+    if not pairs:
+        return _single_tiles(summarize(next(run for run in runs if run.num_steps)))
+    other, base = pairs[0]
     n = min(runs[base].num_steps, runs[other].num_steps)
     ours, theirs = summarize(runs[other], n), summarize(runs[base], n)
     shown = []

@@ -16,7 +16,7 @@ from sagc_fast.report.figures import (
     posterior_chart,
     smoothed_chart,
 )
-from sagc_fast.report.summary import comparison_sentences, pick_baseline, single_sentences
+from sagc_fast.report.summary import comparison_sentences, comparisons, pick_baseline, single_sentences
 from sagc_fast.report.text import percent
 from sagc_fast.report.timeline import render_timelines
 
@@ -25,14 +25,19 @@ SHARE = (0.0, 1.0)
 
 def summary_section(runs: Sequence[RunData]) -> str:
     """What was gained, in words, in large figures and in one table; then what to know before believing it."""
-    base = pick_baseline(runs)
-    others = [run for i, run in enumerate(runs) if i != base and run.num_steps]
-    sentences = [sentence for run in others for sentence in comparison_sentences(run, runs[base])]
+    pairs = comparisons(runs)
+    words = "".join(_findings(comparison_sentences(runs[i], runs[base]), i, base, runs) for i, base in pairs)
+    if not words:
+        words = "".join(_findings(single_sentences(run), i, i, runs) for i, run in enumerate(runs) if run.num_steps)
+    figures = overview.tiles(runs, pairs) + overview.comparison_table(runs, pick_baseline(runs))
+    return _section("summary", "Summary", words + figures + overview.warning_list(runs))
+
+
+def _findings(sentences: Sequence[str], index: int, base: int, runs: Sequence[RunData]) -> str:
     if not sentences:
-        sentences = [sentence for run in runs if run.num_steps for sentence in single_sentences(run)]
-    findings = f'<ul class="findings">{"".join(f"<li>{sentence}</li>" for sentence in sentences)}</ul>'
-    figures = overview.tiles(runs, base) + overview.comparison_table(runs, base)
-    return _section("summary", "Summary", findings + figures + overview.warning_list(runs))
+        return ""
+    heading = f"<h3>{runs[index].tag} against {runs[base].tag}</h3>" if index != base else ""
+    return f'<div class="findings">{heading}<ul>{"".join(f"<li>{sentence}</li>" for sentence in sentences)}</ul></div>'
 
 
 def learning_section(runs: Sequence[RunData]) -> str:

@@ -125,6 +125,20 @@ def pick_baseline(runs: Sequence[RunData]) -> int:
     return next(i for i, run in enumerate(runs) if run.num_steps)
 
 
+def comparisons(runs: Sequence[RunData]) -> list[tuple[int, int]]:
+    """(run, baseline) pairs worth words. A run that adapts G is held against the largest fixed G, which it is to beat
+    in time, and against the smallest, the honest baseline: at equal prompts most of the saving is fewer completions.
+    """
+    base = pick_baseline(runs)
+    whole = [i for i, run in enumerate(runs) if run.num_steps]
+    adaptive = [i for i in whole if runs[i].controller == "sagc"]
+    fixed = [i for i in whole if runs[i].controller == "fixed"]
+    if not adaptive or not fixed:
+        return [(i, base) for i in whole if i != base]
+    smallest = min(fixed, key=lambda i: _mean([g for g in runs[i].column("group_size") if g]) or 0)
+    return [(i, against) for i in adaptive for against in dict.fromkeys((base, smallest))]
+
+
 def comparison_sentences(run: RunData, baseline: RunData) -> list[str]:
     """What ``run`` gained over ``baseline``; HTML, names in bold."""
     n = min(run.num_steps, baseline.num_steps)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from sagc_fast.report.charts import nice_ticks, rolling, spaced_indices
 from sagc_fast.report.data import load_runs
-from sagc_fast.report.summary import comparison_sentences, pick_baseline, single_sentences, summarize, warnings
+from sagc_fast.report.summary import (
+    comparison_sentences,
+    comparisons,
+    pick_baseline,
+    single_sentences,
+    summarize,
+    warnings,
+)
 from sagc_fast.report.text import compact, duration, percent
 from sagc_fast.report.timeline import assign_lanes, snapshot
 
@@ -53,6 +60,17 @@ def test_comparison_states_time_tokens_stragglers_and_accuracy(tmp_path):
     assert "at mean group sizes of 4 and 16; its goal was 25%." in said
     assert "sagc went from 50% ± 3.9 to 90% ± 3.9 (step 2)" in said
     assert "sagc ended higher." in said
+
+
+def test_adaptive_run_is_held_against_the_largest_and_the_smallest_fixed_size(tmp_path):
+    def fixed(size):
+        return _write(tmp_path / f"fixed-{size}", "fixed", [1], [10], [0], [], group_size=size)
+
+    sagc = _write(tmp_path / "sagc", "sagc", [1], [10], [0], [])
+    runs = load_runs([fixed(4), fixed(16), sagc, fixed(8)])
+    assert comparisons(runs) == [(2, 1), (2, 0)]
+    assert comparisons(runs[:2]) == [(0, 1)]
+    assert comparisons(runs[2:3]) == []
 
 
 def test_comparison_uses_only_the_steps_that_both_have(tmp_path):
