@@ -17,7 +17,7 @@ _PUBLIC = {
     "num_prompts": "hold",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = ["SAGC", "ControllerWarning", "FixedG", "SAGCConfig", "advantage_scale", "num_prompts"]
 
 if TYPE_CHECKING:
     from sagc_fast.controller.baselines import FixedG

@@ -118,7 +118,8 @@ def _summarise(state, params, lengths, group_size, offsets, scratch):
     num_spans = num_values // group_size if group_size > 0 else offsets.size - 1
     reference = 0.0
     if num_values > 0 and (is_reference or signal == 2.0):
-        scratch[:num_values] = lengths
+        for index in range(num_values):  # a slice assignment takes two seconds to compile
+            scratch[index] = lengths[index]
         reference = _median(scratch, num_values)
         if is_reference:
             past = state[at.S_REFERENCE]
@@ -170,26 +171,24 @@ def _learn(state, params, events, trials):
     """Forget, learn from the arm that was played, move the price, judge whether delta is within reach."""
     arms, arm = int(params[at.P_ARMS]), int(state[at.S_ARM])
     a0, b0, gamma = params[at.P_PRIOR_ALPHA], params[at.P_PRIOR_BETA], params[at.P_GAMMA]
-    alpha = state[at.S_ARRAYS : at.S_ARRAYS + arms]
-    beta = state[at.S_ARRAYS + arms : at.S_ARRAYS + 2 * arms]
-    pulls = state[at.S_ARRAYS + 2 * arms : at.S_ARRAYS + 3 * arms]
+    alpha, beta, pulls = at.S_ARRAYS, at.S_ARRAYS + arms, at.S_ARRAYS + 2 * arms
     for i in range(arms):
-        alpha[i] = a0 + gamma * (alpha[i] - a0)
-        beta[i] = b0 + gamma * (beta[i] - b0)
+        state[alpha + i] = a0 + gamma * (state[alpha + i] - a0)
+        state[beta + i] = b0 + gamma * (state[beta + i] - b0)
     if trials == 0:
         return
     is_first = True
     for i in range(arms):
-        is_first = is_first and pulls[i] == 0.0
-    alpha[arm] += events
-    beta[arm] += trials - events
-    pulls[arm] += 1.0
+        is_first = is_first and state[pulls + i] == 0.0
+    state[alpha + arm] += events
+    state[beta + arm] += trials - events
+    state[pulls + arm] += 1.0
     rate = events / trials
     state[at.S_RATE] = rate
     state[at.S_RATE_EMA] = _smooth(state[at.S_RATE_EMA], rate, is_first)
 
     delta, lambda_max, has_fallback = params[at.P_DELTA], params[at.P_LAMBDA_MAX], params[at.P_FALLBACK] == 1.0
-    a, b = alpha[0], beta[0]
+    a, b = state[alpha], state[beta]
     spread = math.sqrt(a * b / ((a + b) * (a + b) * (a + b + 1.0)))
     is_missed = a / (a + b) - at.SURE_Z * spread > delta and a + b - a0 - b0 > at.SURE_EVIDENCE
     is_out_of_reach = has_fallback and is_missed
@@ -247,6 +246,28 @@ def step(state, params, lengths, group_size, offsets, scratch, num_stragglers, n
     return 2 * int(state[at.S_ARM]) + int(state[at.S_IS_FALLBACK])
 
 
+@compiled
+def event_loop(state, params, table, num_groups, seed, arms, stragglers, prices, probabilities):
+    """``simulate_events``: each group straggles with its arm's probability, on random numbers of its own."""
+    steps, moments = arms.size, table.shape[0]
+    key, one = np.uint64(seed), np.uint64(1)
+    counter = np.uint64(0)
+    for t in range(steps):
+        arm = int(state[at.S_ARM])
+        p = table[t * moments // steps, arm]
+        threshold = p * 4294967296.0
+        events = 0
+        for group in range(num_groups):
+            if group % 4 == 0:
+                w0, w1, w2, w3 = _philox(counter & _MASK, counter >> _SHIFT, key, one, _W0, _W1)
+                counter += one
+            events += float(w0) < threshold
+            w0, w1, w2 = w1, w2, w3
+        arms[t], stragglers[t], probabilities[t], prices[t] = arm, events, p, state[at.S_LAMBDA]
+        _learn(state, params, events, num_groups)
+        _choose(state, params)
+
+
 class JitCore:
     """State and step of one controller in two float64 vectors; the compiled counterpart of ``_twin.TwinCore``."""
 
@@ -255,9 +276,13 @@ class JitCore:
     def __init__(self, config: SAGCConfig, seed: int) -> None:
         arms = len(config.candidates)
         self._arms = arms
-        self._params = pack_params(config, seed)
+        self._params = pack_params(config)
+        self.set_seed(seed)
         self._state = pack_state(config)
         self._scratch = np.empty(256)
+
+    def set_seed(self, seed: int) -> None:
+        self._params[at.P_KEY_LOW], self._params[at.P_KEY_HIGH] = seed & 0xFFFFFFFF, seed >> 32
 
     def export_state(self) -> dict:
         values = self._state.tolist()
@@ -290,8 +315,8 @@ _NO_LENGTHS = np.empty(0)
 NO_OFFSETS = np.zeros(1, np.int64)
 
 
-def pack_params(config: SAGCConfig, seed: int) -> np.ndarray:
-    """The parameter vector of ``step``."""
+def pack_params(config: SAGCConfig) -> np.ndarray:
+    """The parameter vector of ``step``, with key 0."""
     params = np.empty(at.P_UTILITY + len(config.candidates))
     params[: at.P_UTILITY] = (
         len(config.candidates),
@@ -308,8 +333,8 @@ def pack_params(config: SAGCConfig, seed: int) -> np.ndarray:
         at.RATIOS.index(config.ratio),
         config.fallback,
         config.max_length or math.inf,
-        seed & 0xFFFFFFFF,
-        seed >> 32,
+        0.0,
+        0.0,
     )
     params[at.P_UTILITY :] = config.utilities
     return params

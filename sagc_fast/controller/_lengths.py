@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -25,7 +24,8 @@ def flatten(lengths: Any) -> tuple[np.ndarray, int, np.ndarray]:
         sizes = list(map(len, lengths))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"observe() wants one sequence of completion lengths per group, such as [[12, 30], [8, 9]]; got {_short(lengths)}."
+            "observe() wants one sequence of completion lengths per group, such as [[12, 30], [8, 9]]; "
+            f"got {_short(lengths)}."
         ) from error
     if not sizes:
         return values, 0, NO_OFFSETS
@@ -37,8 +37,3 @@ def flatten(lengths: Any) -> tuple[np.ndarray, int, np.ndarray]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def count_flags(flags: Sequence[Any]) -> int:
-    """Number of true flags in one sequence per group."""
-    return sum(map(bool, chain.from_iterable(flags)))

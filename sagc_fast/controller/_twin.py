@@ -9,13 +9,14 @@ One step, in the words of the paper (arXiv:2606.02218):
     forget     alpha <- a0 + gamma (alpha - a0), beta likewise, in every arm
     learn      alpha_G += k, beta_G += n - k
     price      lambda <- clip(lambda + eta (k / n - delta), 0, lambda_max)
-    choose     p_G' ~ Beta(alpha_G', beta_G') for G' in the neighbourhood of G; the next G maximises log2 G' - lambda p_G'
+    choose     draw p_H ~ Beta(alpha_H, beta_H) for H near G (radius); the next G maximises log2 H - lambda p_H
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from sagc_fast.controller import _layout as at
 from sagc_fast.controller.config import SAGCConfig
@@ -81,12 +82,15 @@ class TwinCore:
 
     def __init__(self, config: SAGCConfig, seed: int) -> None:
         self.config = config
-        self.key = (seed & _MASK, seed >> 32)
+        self.set_seed(seed)
         arms = len(config.candidates)
         self.state: dict = {name: 0 if name in at.INTEGERS else 0.0 for name in at.SCALARS}
         self.state |= {"arm": config.start_arm, "lambda": float(config.lambda_0)}
         self.state |= {"alpha": [float(config.prior_alpha)] * arms, "beta": [float(config.prior_beta)] * arms}
         self.state |= {"pulls": [0.0] * arms, "draws": [0.0] * arms}
+
+    def set_seed(self, seed: int) -> None:
+        self.key = (seed & _MASK, seed >> 32)
 
     @property
     def arm(self) -> int:
@@ -107,18 +111,17 @@ class TwinCore:
             return -1
         if group_size > 0:
             offsets = range(0, len(lengths) + 1, group_size)
-        spans = zip(offsets, offsets[1:], strict=False)
-        groups = [lengths[start:end] for start, end in spans if end > start]
-        self._learn(*self._summarise(lengths, groups))
-        return self._choose()
+        groups = [lengths[start:end] for start, end in pairwise(offsets) if end > start]
+        self._learn(*self.summarise(lengths, groups))
+        return self.choose()
 
     def observe_counts(self, num_stragglers: int, num_groups: int) -> int:
         """One step from counts alone: ``num_stragglers`` of ``num_groups`` groups straggled."""
         self.state["num_groups"], self.state["num_straggler_groups"] = num_groups, num_stragglers
         self._learn(num_stragglers, num_groups)
-        return self._choose()
+        return self.choose()
 
-    def _summarise(self, lengths: Sequence[float], groups: list[Sequence[float]]) -> tuple[int, int]:
+    def summarise(self, lengths: Sequence[float], groups: list[Sequence[float]]) -> tuple[int, int]:
         """(events, trials) of the configured signal; writes the statistics of the lengths into the state."""
         config, s = self.config, self.state
         is_reference, is_batch = config.ratio == "reference", config.signal == "batch"
@@ -143,33 +146,45 @@ class TwinCore:
         return int(events > 0), 1
 
     def _learn(self, events: int, trials: int) -> None:
-        """Forget, learn from the arm that was played, move the price, judge whether delta is within reach."""
-        config, s = self.config, self.state
-        a0, b0, alpha, beta = config.prior_alpha, config.prior_beta, s["alpha"], s["beta"]
-        for i in range(len(alpha)):
-            alpha[i] = a0 + config.gamma * (alpha[i] - a0)
-            beta[i] = b0 + config.gamma * (beta[i] - b0)
-        if trials == 0:
-            return
-        alpha[self.arm] += events
-        beta[self.arm] += trials - events
-        s["pulls"][self.arm] += 1.0
-        rate = events / trials
-        s["straggler_rate"] = rate
-        s["straggler_rate_ema"] = smooth(s["straggler_rate_ema"], rate, sum(s["pulls"]) == 1.0)
+        """Forget, learn from the arm that was played, move the price."""
+        self.forget()
+        if trials > 0:
+            self.credit(self.arm, events, trials)
+            self.price(events / trials, trials)
 
-        a, b = alpha[0], beta[0]
+    def forget(self) -> None:
+        """Decay the evidence of every arm towards the prior."""
+        a0, b0, gamma = self.config.prior_alpha, self.config.prior_beta, self.config.gamma
+        self.state["alpha"] = [a0 + gamma * (a - a0) for a in self.state["alpha"]]
+        self.state["beta"] = [b0 + gamma * (b - b0) for b in self.state["beta"]]
+
+    def credit(self, arm: int, events: float, trials: float) -> None:
+        """Add evidence to one arm."""
+        self.state["alpha"][arm] += events
+        self.state["beta"][arm] += trials - events
+
+    def price(self, rate: float, trials: int) -> None:
+        """Dual ascent on the violation, unless delta is out of reach; then the price stands and the smallest arm holds.
+
+        A price wound up against the impossible would take as long to come down when lengths change.
+        """
+        config, s = self.config, self.state
+        s["straggler_rate"] = rate
+        s["straggler_rate_ema"] = smooth(s["straggler_rate_ema"], rate, sum(s["pulls"]) == 0.0)
+        s["pulls"][self.arm] += 1.0
+        a, b = s["alpha"][0], s["beta"][0]
         spread = math.sqrt(a * b / ((a + b) * (a + b) * (a + b + 1.0)))
-        is_missed = a / (a + b) - at.SURE_Z * spread > config.delta and a + b - a0 - b0 > at.SURE_EVIDENCE
-        is_out_of_reach = config.fallback and is_missed
-        if not is_out_of_reach:  # a price wound up against the impossible would take as long to come down
+        is_missed = a / (a + b) - at.SURE_Z * spread > config.delta
+        is_known = a + b - config.prior_alpha - config.prior_beta > at.SURE_EVIDENCE
+        is_out_of_reach = config.fallback and is_missed and is_known
+        if not is_out_of_reach:
             step_size = config.eta * min(1.0, trials / at.FULL_STEP_TRIALS)
             s["lambda"] = min(max(s["lambda"] + step_size * (rate - config.delta), 0.0), config.lambda_max)
         threshold = at.RELEASE * config.lambda_max if s["is_fallback"] else config.lambda_max
         is_at_bound = config.fallback and s["lambda"] >= threshold
         s["is_fallback"] = int(is_out_of_reach or is_at_bound)
 
-    def _choose(self) -> int:
+    def choose(self) -> int:
         """The arm of the next step: Thompson's choice in the neighbourhood, or down towards the smallest arm."""
         config, s = self.config, self.state
         step = s["step"]
@@ -181,11 +196,17 @@ class TwinCore:
                 s["arm"], s["held"] = best, 0
         return 2 * self.arm + int(s["is_fallback"])
 
+    def _reachable_arms(self) -> range:
+        last = len(self.config.candidates) - 1
+        return range(max(0, self.arm - self.config.radius), min(last, self.arm + self.config.radius) + 1)
+
     def _best_arm(self, step: int) -> int:
         config, s = self.config, self.state
-        low, high = max(0, self.arm - config.radius), min(len(config.candidates) - 1, self.arm + config.radius)
-        best, best_value = low, -math.inf
-        for i in range(low, high + 1) if not s["is_fallback"] else ():
+        arms = self._reachable_arms()
+        if s["is_fallback"]:
+            return arms[0]
+        best, best_value = arms[0], -math.inf
+        for i in arms:
             s["draws"][i] = beta_variate(s["alpha"][i], s["beta"][i], step, i, self.key)
             value = config.utilities[i] - s["lambda"] * s["draws"][i]
             if value > best_value:

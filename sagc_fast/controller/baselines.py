@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from numbers import Integral
 from typing import Any
@@ -17,6 +18,7 @@ class FixedG(SAGC):
     """
 
     name = "fixed"
+    price = math.nan  # nothing is priced
 
     def __init__(self, group_size: int, **options: Any) -> None:
         if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 2:

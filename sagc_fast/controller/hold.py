@@ -38,7 +38,8 @@ def advantage_scale(adv_scale: str, group_size: int) -> float:
     """Factor on the advantages of a group of ``group_size``.
 
     A group mean that includes the sample itself shrinks the expected gradient by 1 - 1/G, so gradients of different G
-    are of different size; ``"loo"`` undoes it with G / (G - 1), which equals a leave-one-out baseline. Raises ConfigError.
+    are of different size; ``"loo"`` undoes it with G / (G - 1), which equals a leave-one-out baseline.
+    Raises ConfigError.
     """
     if adv_scale not in ADV_SCALES:
         raise ConfigError(f"adv_scale is {adv_scale!r}; it must be one of {', '.join(map(repr, ADV_SCALES))}.")

@@ -4,8 +4,8 @@
     group_size = controller.decide()                 # the same answer until the next observe
     controller.observe(lengths)                      # one sequence of completion lengths per group
 
-Paper: "Faster Synchronous On-Policy RL via Straggler-Aware Group Sizing" (arXiv:2606.02218). Departures, each an option:
-a larger dual step and a fallback for a delta out of reach (``SAGCConfig.eta``, ``.fallback``; docs/controller.md).
+Paper: "Faster Synchronous On-Policy RL via Straggler-Aware Group Sizing" (arXiv:2606.02218). Departures, each an
+option: a larger dual step (``SAGCConfig.eta``) and a fallback for a delta out of reach (``.fallback``).
 The arithmetic is in ``_twin.py`` (to read) and ``_jit.py`` (to run).
 """
 
@@ -67,13 +67,15 @@ class SAGC:
         *,
         num_clipped: int | None = None,
         problem_ids: Sequence[Any] | None = None,
+        seconds: float | None = None,
     ) -> None:
         """Learn from one step: ``lengths`` holds one sequence of completion lengths (tokens) per group.
 
-        Groups may differ in size; an array [groups, G] is the fastest form. ``num_clipped`` is the number of completions
-        cut at their cap, for the gauges, where ``max_length`` does not say it. ``problem_ids`` (one per group) matter
-        to the prompt-aware controller only. No groups at all: posteriors decay, lambda stays. Raises ValueError for a
-        length that is negative, infinite or not a number; nothing is learnt then.
+        Groups may differ in size; an array [groups, G] is the fastest form. ``num_clipped`` is the number of
+        completions cut at their cap, for the gauges, where ``max_length`` does not say it. ``problem_ids`` (one per
+        group) and ``seconds`` (of the step) are what the prompt-aware and the cost-aware controller learn from; this
+        one uses lengths alone. No groups at all: posteriors decay, lambda stays. Raises ValueError for a length that is
+        negative, infinite or not a number; nothing is learnt then.
         """
         if not self._is_compiled:
             self._compile()
@@ -94,6 +96,16 @@ class SAGC:
         if not self._is_compiled:
             self._compile()
         self._settle(self._core.observe_counts(int(num_stragglers), int(num_groups)))
+
+    @property
+    def price(self) -> float:
+        """lambda, the price of a straggler in units of log2 G."""
+        return self._core.export_state()["lambda"]
+
+    def posteriors(self) -> dict[int, tuple[float, float]]:
+        """(alpha, beta) of every candidate's Beta posterior."""
+        state = self._core.export_state()
+        return dict(zip(self.config.candidates, zip(state["alpha"], state["beta"], strict=True), strict=True))
 
     def num_prompts(self, budget: float, mean_length: float | None = None) -> int:
         """Prompts of the next step under ``config.hold``; ``budget`` per step in the unit held (see ``hold.py``).
@@ -121,9 +133,7 @@ class SAGC:
             "tau": self.config.tau,
             "arms": {
                 str(size): posterior_summary(alpha, beta) | {"pulls": int(pulls)}
-                for size, alpha, beta, pulls in zip(
-                    self.config.candidates, state["alpha"], state["beta"], state["pulls"], strict=True
-                )
+                for (size, (alpha, beta)), pulls in zip(self.posteriors().items(), state["pulls"], strict=True)
             },
             "num_groups": state["num_groups"],
             "num_straggler_groups": state["num_straggler_groups"],
@@ -169,7 +179,7 @@ class SAGC:
         self._num_fallback_steps = state.get("num_fallback_steps", 0)
         self._has_warned = state.get("has_warned", False)
         self._clipped_ratio = state.get("observed_clipped_ratio")
-        self._core = type(self._core)(self.config, self._seed)
+        self._core.set_seed(self._seed)
         self._core.import_state({name: state[name] for name in (*at.SCALARS, *at.ARRAYS)})
         self._group_size = self.config.candidates[int(state["arm"])]
 
@@ -190,9 +200,9 @@ class SAGC:
             return  # held at the bound of lambda while delta can be met: no fault of the user's
         self._has_warned = True
         warnings.warn(
-            f"delta={self.config.delta:g} is out of reach: even G={smallest} straggles in {posterior['mean']:.0%} of its "
-            f"groups (90% interval {posterior['low']:.0%} to {posterior['high']:.0%}), so G={smallest} is held; raise "
-            "delta or tau, or add a smaller candidate.",
+            f"delta={self.config.delta:g} is out of reach: even G={smallest} straggles in {posterior['mean']:.0%} of "
+            f"its groups (90% interval {posterior['low']:.0%} to {posterior['high']:.0%}), so G={smallest} is held; "
+            "raise delta or tau, or add a smaller candidate.",
             ControllerWarning,
             stacklevel=4,
         )
