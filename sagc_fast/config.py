@@ -93,27 +93,37 @@ class ControllerOptions(Section):
     """A group straggles when its longest completion exceeds tau times its median length (ours)."""
     delta: float = 0.25
     """Long-run share of straggling groups to stay under (ours)."""
-    eta: float = 0.1
-    """Step size of the dual ascent on lambda (ours)."""
+    eta: float = 2.0
+    """Step size of the dual ascent: lambda moves by eta * (straggler rate - delta) per step (ours; see
+    docs/controller.md)."""
     gamma: float = 0.97
     """Forgetting factor of the posteriors per step; 1.0 never forgets (ours)."""
     prior_alpha: float = 1.0
     """Beta prior of every group size, straggler side (ours)."""
     prior_beta: float = 1.0
     """Beta prior of every group size, calm side (ours)."""
-    lambda_init: float = 0.0
-    """Starting price of a straggler (ours)."""
+    lambda_0: float = 0.0
+    """Starting price of a straggler, in units of log2 G (ours)."""
     lambda_max: float = 20.0
     """Cap of that price, so that an infeasible delta cannot wind it up (ours)."""
     radius: int = 1
     """Neighbouring candidates that one step may reach (ours)."""
     dwell: int = 1
     """Steps to stay at a group size before the next choice; 5 calms Thompson sampling's flips (ours)."""
+    start: int | None = None
+    """Group size of the first step, one of the candidates; unset is the smallest (ours)."""
     signal: Literal["group", "any", "batch"] = "group"
     """One step's evidence: k of n groups, one bit for any group, or max/median over the whole batch (ours)."""
+    ratio: Literal["group", "reference"] = "group"
+    """Longest completion over the group's own median (paper), or over a smoothed median of all completions, which takes
+    the small-G artefact away (ours)."""
+    fallback: bool = True
+    """Hold the smallest group size, and stop raising lambda, while delta is out of its reach; false is the paper's
+    plain rule (ours)."""
     hold: Literal["prompts", "completions", "tokens"] = "prompts"
-    """What stays constant when the group size changes. ``prompts`` is the only reading that gives the paper's saving;
-    the others vary the number of prompts so that ``prompts_per_step`` x the largest candidate is kept."""
+    """What stays constant when the group size changes. ``prompts``: ``rollout.prompts_per_step``, the only reading that
+    gives the paper's saving. ``completions``: that times the largest group size. ``tokens``: that times the mean length
+    of the first step, by the expected length of past steps (ours)."""
 
     def _check(self) -> None:
         self._require(
@@ -129,8 +139,10 @@ class ControllerOptions(Section):
         self._require(0 < self.delta < 1, "delta", "between 0 and 1, both excluded")
         self._above_zero("eta", "prior_alpha", "prior_beta", "lambda_max")
         self._require(0 < self.gamma <= 1, "gamma", "in (0, 1]")
-        self._require(0 <= self.lambda_init <= self.lambda_max, "lambda_init", "between 0 and controller.lambda_max")
+        self._require(0 <= self.lambda_0 <= self.lambda_max, "lambda_0", "between 0 and controller.lambda_max")
         self._at_least(1, "radius", "dwell")
+        known_start = self.start is None or self.start in self.candidates
+        self._require(known_start, "start", f"one of controller.candidates {list(self.candidates)}")
 
     @property
     def max_group_size(self) -> int:

@@ -1,0 +1,135 @@
+"""Builds the parts of a run from its configuration: engine, task, controller, optimizer. What they do is elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sagc_fast.config import ControllerOptions, TrainConfig
+from sagc_fast.controller import SAGC, FixedG, SAGCConfig
+from sagc_fast.errors import CheckpointError
+from sagc_fast.model.loader import load_model, load_tokenizer, save_model
+from sagc_fast.rollout.engine import RolloutEngine
+from sagc_fast.train.checkpoint import Checkpoint
+from sagc_fast.train.optimizer import PolicyOptimizer
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def model_folder(path: str) -> Path:
+    """The folder that ``model.path`` means: itself, or the policy shipped with the package."""
+    if path == "addition" and not Path(path).exists():
+        from sagc_fast.tasks.addition import policy_folder
+
+        return policy_folder()
+    return Path(path)
+
+
+def build_engine(config: TrainConfig, checkpoint: Checkpoint | None) -> RolloutEngine:
+    """The engine around the one copy of the policy: the starting weights, or the checkpoint's.
+
+    Raises ModelLoadError for a folder that cannot be read or has no tokenizer (rewards need text).
+    """
+    folder = model_folder(config.model.path) if checkpoint is None else checkpoint.path
+    options = asdict(config.rollout)
+    engine_options = {k: options[k] for k in ("kv_budget_gb", "block_size", "max_num_seqs", "max_batch_tokens")}
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, dtype=config.model.dtype, device=config.model.device)
+    return RolloutEngine(model, tokenizer, **engine_options)
+
+
+def build_reference(config: TrainConfig) -> torch.nn.Module | None:
+    """The starting model, frozen, when the algorithm penalises the distance to it."""
+    if not config.algorithm.loss.needs_reference:
+        return None
+    folder = model_folder(config.model.path)
+    return load_model(folder, dtype=config.model.dtype, device=config.model.device).requires_grad_(False)
+
+
+def build_controller(options: ControllerOptions, seed: int, max_length: int) -> Any:
+    """SAGC or FixedG, with the draws keyed by the run's seed; compiled before the clock of the first step starts."""
+
+    def make() -> Any:
+        if options.kind == "fixed":
+            return FixedG(options.group_size, tau=options.tau, delta=options.delta, max_length=max_length)
+        known = {f.name for f in fields(SAGCConfig)}
+        given = {name: value for name, value in asdict(options).items() if name in known}
+        return SAGC(SAGCConfig(**{**given, "max_length": max_length}), seed=seed)
+
+    make().observe([[1, 1]])
+    return make()
+
+
+def save_tensors(folder: Path, engine: RolloutEngine, optimizer: PolicyOptimizer) -> None:
+    """Weights and tokenizer in Hugging Face format, the optimizer beside them."""
+    save_model(engine.model, folder, tokenizer=engine.tokenizer)
+    save_file({k: v.contiguous() for k, v in optimizer.state_tensors().items()}, folder / OPTIMIZER_FILE)
+
+
+def load_optimizer(checkpoint: Checkpoint, optimizer: PolicyOptimizer) -> None:
+    """Continue with the moments and masters of ``checkpoint``. Raises CheckpointError when they are another model's."""
+    path = checkpoint.path / OPTIMIZER_FILE
+    try:
+        optimizer.load_state_tensors(load_file(path), checkpoint.state["num_updates"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} belongs to another model or dtype ({error}); resume with the old ones."
+        ) from None
+
+
+@contextlib.contextmanager
+def reproducible_torch(device: str, threads: int | None) -> Iterator[None]:
+    """Within: the configured threads, and on the CPU only algorithms whose sums have a fixed order."""
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def warnings_in_the_log() -> Iterator[None]:
+    """Within: Python warnings become log lines, which reach the display without tearing it."""
+
+    def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        logger.warning("%s", message)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def dump_groups(path: Path, step: int, groups: list[Any]) -> None:
+    """Write the prompts and completions behind a loss or gradient that was not finite, for a person to look at."""
+    rows = [
+        {
+            "problem_id": g.problem.problem_id,
+            "prompt": g.problem.prompt,
+            "rewards": g.rewards,
+            "lengths": g.group.lengths,
+            "completions": [c.text for c in g.group.completions],
+        }
+        for g in groups
+    ]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"step": step, "groups": rows}, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -1,0 +1,153 @@
+"""One step's completions: prompts drawn in order, groups sampled and scored at the same time, refilled when DAPO asks.
+
+All noise is keyed by (run seed, position of the draw), so a step can be repeated to the bit from its position alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sagc_fast.algo.config import FilterConfig
+from sagc_fast.algo.filters import has_signal, refill_size
+from sagc_fast.rollout.engine import RolloutEngine
+from sagc_fast.tasks.base import Problem, Score, Task, tokenize_prompt
+from sagc_fast.tasks.scoring import ScoringPool
+from sagc_fast.train.accounting import merge_stats
+from sagc_fast.types import Group, RolloutStats, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with (groups finished, groups wanted) while a rollout runs."""
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group with its problem and one score per completion."""
+
+    group: Group
+    problem: Problem
+    scores: Sequence[Score]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [s.reward for s in self.scores]
+
+    @property
+    def outcomes(self) -> list[bool]:
+        return [s.outcome for s in self.scores]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Everything sampled in one step."""
+
+    groups: list[ScoredGroup]
+    """All of them, in the order of the draw."""
+    num_first_round: int
+    """The first so many are the first round: what the controller observes. Later rounds depend on how earlier ones
+    turned out (hard prompts are replaced), so their lengths would bias it."""
+    kept: list[ScoredGroup]
+    """Those that the update uses."""
+    stats: RolloutStats
+    """Of all rounds together."""
+    first_round_stats: RolloutStats
+    rollout_seconds: float
+    reward_seconds: float
+    """Waiting for scores after the last completion of each round."""
+
+    @property
+    def first_round(self) -> list[ScoredGroup]:
+        return self.groups[: self.num_first_round]
+
+
+def score_while_sampling(
+    engine: RolloutEngine,
+    pool: ScoringPool,
+    problems: Sequence[Problem],
+    prompt_ids: Sequence[int],
+    group_size: int,
+    params: SamplingParams,
+    progress: Progress | None = None,
+) -> tuple[list[ScoredGroup], float]:
+    """Sample a group per problem; each goes to the scoring workers as soon as it is complete.
+
+    Returns the groups in order of ``problems`` and the seconds spent waiting for scores at the end.
+    """
+    tickets: dict[int, Any] = {}
+
+    def on_group(group: Group) -> None:
+        texts = [c.text or "" for c in group.completions]
+        tickets[group.prompt_index] = pool.submit_many(problems[group.prompt_index], texts)
+        if progress is not None:
+            progress(len(tickets), len(problems))
+
+    groups = engine.generate(
+        [tokenize_prompt(problem, engine.tokenizer) for problem in problems],
+        group_size,
+        [replace(params, stop=problem.stop) for problem in problems],
+        prompt_ids=prompt_ids,
+        on_group=on_group,
+    )
+    waiting_since = time.perf_counter()
+    scored = [ScoredGroup(g, problems[i], pool.results(tickets[i])) for i, g in enumerate(groups)]
+    return scored, time.perf_counter() - waiting_since
+
+
+class Sampler:
+    """Draws a step's prompts from the train split, starting at a position that the caller keeps.
+
+    Args:
+        params: temperature, length cap and the run's noise seed; stop strings come from each problem.
+        filters: dynamic sampling and its budget.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, task: Task, pool: ScoringPool, params: SamplingParams, filters: FilterConfig
+    ) -> None:
+        self._engine, self._task, self._pool = engine, task, pool
+        self._params, self._filters = params, filters
+
+    def sample(self, position: int, num_prompts: int, group_size: int, progress: Progress | None = None) -> Rollout:
+        """Groups for ``num_prompts`` prompts from ``position`` on; ``len(rollout.groups)`` prompts were drawn.
+
+        With dynamic sampling, groups without signal are replaced by further prompts within the budget; when it is used
+        up, the step goes on with the groups there are.
+        """
+        started = time.perf_counter()
+        groups: list[ScoredGroup] = []
+        kept: list[ScoredGroup] = []
+        stats: list[RolloutStats] = []
+        waited = 0.0
+        num_more = num_prompts
+        while num_more > 0:
+            positions = range(position + len(groups), position + len(groups) + num_more)
+            problems = [self._task.problem("train", p) for p in positions]
+            scored, seconds = score_while_sampling(
+                self._engine, self._pool, problems, positions, group_size, self._params, progress
+            )
+            groups += scored
+            kept += [g for g in scored if self._is_wanted(g)]
+            stats.append(self._engine.stats)
+            waited += seconds
+            num_more = refill_size(
+                num_prompts, len(kept), len(groups), time.perf_counter() - started, num_prompts, self._filters
+            )
+        if self._filters.dynamic_sampling and len(kept) < num_prompts:
+            logger.info(
+                "dynamic sampling: %d of %d wanted groups after %d prompts; going on with these",
+                len(kept), num_prompts, len(groups),
+            )  # fmt: skip
+        rollout_seconds = time.perf_counter() - started - waited
+        return Rollout(groups, num_prompts, kept[:num_prompts], merge_stats(stats), stats[0], rollout_seconds, waited)
+
+    def _is_wanted(self, scored: ScoredGroup) -> bool:
+        """Dynamic sampling judges by outcomes, never by shaped rewards; masked completions do not count."""
+        if not self._filters.dynamic_sampling:
+            return True
+        completions = zip(scored.group.completions, scored.outcomes, strict=True)
+        return has_signal([o for c, o in completions if not (self._filters.mask_truncated and c.is_truncated)])

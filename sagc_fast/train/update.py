@@ -1,0 +1,247 @@
+"""A step's scored groups -> rewards, advantages, packed micro-batches, gradients, optimizer updates.
+
+The loss of an optimizer update is a sum over its micro-batches under one normaliser counted beforehand, so its gradient
+does not depend on how the completions are packed. Groups whose advantages are all zero are not computed at all when the
+loss has no other term: their gradient is exactly zero, and the normaliser still counts them.
+
+Shape suffixes: T tokens of a micro-batch, N completion tokens, C completions of the step.
+"""
+
+# ruff: noqa: N815 (shape suffixes in field names)
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sagc_fast import ops
+from sagc_fast.algo.advantage import group_advantages
+from sagc_fast.algo.config import Algorithm
+from sagc_fast.algo.filters import truncation_mask
+from sagc_fast.algo.logprobs import LogprobDifference, logprob_difference
+from sagc_fast.algo.loss import LossMetrics, loss_normalizer, policy_loss
+from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
+from sagc_fast.config import UpdateOptions
+from sagc_fast.train.optimizer import PolicyOptimizer
+from sagc_fast.train.packing import MicroBatch, PackItem, pack
+from sagc_fast.train.sampling import ScoredGroup
+
+if TYPE_CHECKING:
+    from sagc_fast.model.transformer import Transformer
+
+
+@dataclass
+class UpdateResult:
+    """What one step's update did. Figures are None when nothing was computed for them."""
+
+    num_updates: int = 0
+    """Optimizer updates applied; 0 is a skipped step."""
+    num_informative_groups: int = 0
+    """Groups with a non-zero advantage."""
+    num_tokens: int = 0
+    """Tokens that went forward and backward, prompts included, all epochs."""
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    metrics: LossMetrics | None = None
+    logprob_difference: LogprobDifference | None = None
+    learning_rate: float = 0.0
+    bad_groups: list[int] = field(default_factory=list)
+    """When a loss or gradient was not finite: places of the groups behind it."""
+    seconds: float = 0.0
+
+
+@dataclass
+class _Batch:
+    """The completions of a step, flat; lists and tensors over C."""
+
+    items: list[PackItem]
+    """One per group: its completions that take part (truncated ones may be masked)."""
+    advantages_C: torch.Tensor
+    lengths_C: torch.Tensor
+    """Tokens of each completion, 0 for a masked one."""
+    rollout_logp: list[torch.Tensor]
+    old_logp: list[torch.Tensor]
+    ref_logp: list[torch.Tensor] | None = None
+
+
+class PolicyUpdater:
+    """Trains ``model`` in place.
+
+    Args:
+        reference: the starting model, held once, when the algorithm penalises the distance to it.
+        max_length: length cap of a completion in tokens.
+        temperature: of the sampled, and therefore of the trained, distribution.
+        seed: of the run; orders the groups into minibatches.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        reference: Transformer | None,
+        optimizer: PolicyOptimizer,
+        algorithm: Algorithm,
+        options: UpdateOptions,
+        *,
+        max_length: int,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        self.model, self.reference, self.optimizer = model, reference, optimizer
+        self.algorithm, self.options = algorithm, options
+        self.max_length, self.temperature, self.seed = max_length, temperature, seed
+
+    def update(self, step: int, groups: Sequence[ScoredGroup]) -> UpdateResult:
+        """One step's optimizer updates (``num_epochs`` x ``num_minibatches``); none when a value is not finite."""
+        started = time.perf_counter()
+        result = UpdateResult(learning_rate=self.optimizer.learning_rate)
+        if groups:
+            batch = self._prepare(groups, result)
+            for members in self._minibatches(step, len(groups)):
+                self._optimizer_update(batch, members, result)
+                if result.bad_groups:
+                    break
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _prepare(self, groups: Sequence[ScoredGroup], result: UpdateResult) -> _Batch:
+        """Rewards and advantages, and the log-probs that the loss compares with."""
+        filters, loss, device = self.algorithm.filters, self.algorithm.loss, self.model.device
+        completions = [c for g in groups for c in g.group.completions]
+        group_ids_C = torch.tensor([i for i, g in enumerate(groups) for _ in g.group.completions])
+        lengths_C = torch.tensor([len(c.token_ids) for c in completions])
+        valid_C = truncation_mask([c.is_truncated for c in completions], filters)
+        rollout_logp = [torch.tensor(c.logprobs, dtype=torch.float32, device=device) for c in completions]
+        items = _pack_items(groups, valid_C.tolist())
+
+        old_logp = rollout_logp
+        if self.options.old_logprobs == "recompute":
+            old_logp = self._logprobs(self.model, items, rollout_logp)
+            result.logprob_difference = _difference(old_logp, rollout_logp, items)
+        ref_logp = None
+        if self.reference is not None:
+            ref_logp = self._logprobs(self.reference, items, rollout_logp)
+
+        rewards_C = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
+        rewards_C = shape_rewards(rewards_C, lengths_C, self.max_length, filters)
+        if ref_logp is not None:
+            index_N = torch.repeat_interleave(torch.arange(len(completions)), lengths_C)
+            flat = (torch.cat(x).cpu() for x in (old_logp, ref_logp))
+            rewards_C = kl_penalised_rewards(rewards_C, *flat, index_N, config=loss)
+        advantages_C = group_advantages(rewards_C, group_ids_C, valid_C=valid_C, **asdict(self.algorithm.advantage))
+        informative = torch.zeros(len(groups), dtype=torch.bool)
+        informative[group_ids_C[advantages_C != 0]] = True
+        result.num_informative_groups = int(informative.sum())
+        return _Batch(
+            items, advantages_C.float().to(device), torch.where(valid_C, lengths_C, 0), rollout_logp, old_logp, ref_logp
+        )
+
+    def _minibatches(self, step: int, num_groups: int) -> Iterator[list[int]]:
+        """Places of the groups of each optimizer update: all, or shares of an order keyed by (seed, step, epoch)."""
+        count = min(self.options.num_minibatches, num_groups)
+        for epoch in range(self.options.num_epochs):
+            order = list(range(num_groups))
+            if count > 1:
+                random.Random(f"{self.seed}/{step}/{epoch}").shuffle(order)
+            yield from (sorted(order[i::count]) for i in range(count))
+
+    def _optimizer_update(self, batch: _Batch, members: list[int], result: UpdateResult) -> None:
+        """Accumulate the gradients of the groups ``members`` and apply them."""
+        loss_config = self.algorithm.loss
+        items = [batch.items[i] for i in members if batch.items[i].rows]
+        rows_C = [row for item in items for row in item.rows]
+        normalizer = loss_normalizer(batch.lengths_C[rows_C], loss_config, self.max_length)
+        if loss_config.kl_beta == 0 and loss_config.entropy_coef == 0:
+            advantages = batch.advantages_C.tolist()
+            items = [item for item in items if any(advantages[row] != 0.0 for row in item.rows)]
+        total = 0.0
+        on_policy: list[torch.Tensor] = []
+        rollout: list[torch.Tensor] = []
+        for micro_batch in self._pack(items):
+            logp_N, entropy_N = self._forward(self.model, micro_batch)
+            rollout_logp_N = _gather(batch.rollout_logp, micro_batch)
+            output = policy_loss(
+                logp_N,
+                _gather(batch.old_logp, micro_batch),
+                batch.advantages_C[micro_batch.rows],
+                micro_batch.completion_index_N,
+                config=loss_config,
+                normalizer=normalizer,
+                ref_logp_N=None if batch.ref_logp is None else _gather(batch.ref_logp, micro_batch),
+                rollout_logp_N=rollout_logp_N,
+                entropy_N=entropy_N,
+            )
+            loss = float(output.loss.detach())
+            if not math.isfinite(loss):
+                self.optimizer.clear()
+                rows = set(micro_batch.rows)
+                result.bad_groups = [i for i in members if rows & set(batch.items[i].rows)]
+                return
+            output.loss.backward()
+            total += loss
+            result.num_tokens += micro_batch.num_tokens
+            result.metrics = output.metrics if result.metrics is None else result.metrics + output.metrics
+            on_policy.append(logp_N.detach())
+            rollout.append(rollout_logp_N)
+        if result.logprob_difference is None and result.num_updates == 0 and on_policy:
+            result.logprob_difference = logprob_difference(torch.cat(on_policy), torch.cat(rollout))
+        norm = self.optimizer.step()
+        if not math.isfinite(norm):
+            result.bad_groups = members
+            return
+        result.losses.append(total)
+        result.grad_norms.append(norm)
+        result.num_updates += 1
+
+    def _pack(self, items: Sequence[PackItem]) -> list[MicroBatch]:
+        width = self.model.config.hidden_size
+        return pack(items, self.options.micro_batch_tokens, width, self.model.device)
+
+    def _forward(self, model: Transformer, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-prob, entropy) of every completion token under the sampled distribution's temperature."""
+        hidden_TE = model.forward_packed(
+            micro_batch.token_ids_T, micro_batch.layout, self.options.checkpoint_activations
+        )
+        # index_select, not indexing: its backward adds duplicates (a prompt's last token) in a fixed order.
+        hidden_NE = hidden_TE.index_select(0, micro_batch.source_rows_N)
+        return ops.token_logprobs(hidden_NE, model.lm_head_weight, micro_batch.targets_N, self.temperature)
+
+    @torch.no_grad()
+    def _logprobs(self, model: Transformer, items: Sequence[PackItem], like: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Log-probs of every completion of ``items`` under ``model``, by row; rows that take no part stay zero."""
+        by_row = [torch.zeros_like(x) for x in like]
+        for micro_batch in self._pack([item for item in items if item.rows]):
+            logp_N, _ = self._forward(model, micro_batch)
+            lengths = [len(like[row]) for row in micro_batch.rows]
+            for row, part in zip(micro_batch.rows, logp_N.split(lengths), strict=True):
+                by_row[row] = part
+        return by_row
+
+
+def _pack_items(groups: Sequence[ScoredGroup], is_valid: list[bool]) -> list[PackItem]:
+    items, row = [], 0
+    for scored in groups:
+        completions = scored.group.completions
+        rows = [row + i for i in range(len(completions)) if is_valid[row + i]]
+        tokens = [completions[r - row].token_ids for r in rows]
+        items.append(PackItem(scored.group.prompt_token_ids, tokens, rows))
+        row += len(completions)
+    return items
+
+
+def _gather(by_row: list[torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
+    return torch.cat([by_row[row] for row in micro_batch.rows])
+
+
+def _difference(
+    train: list[torch.Tensor], rollout: list[torch.Tensor], items: Sequence[PackItem]
+) -> LogprobDifference | None:
+    rows = [row for item in items for row in item.rows]
+    if not rows:
+        return None
+    return logprob_difference(torch.cat([train[r] for r in rows]), torch.cat([rollout[r] for r in rows]))
