@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -19,6 +19,7 @@ from sagc_fast.report.text import escape, format_value
 
 WIDTH, HEIGHT = 1000, 400
 TABLE_ROWS = 9
+FEW_POINTS = 12  # up to here the points of a line are marked, so that one alone is seen
 LABEL_GAP = 0.075  # of the plot's height: end labels closer than this would touch
 
 Values = Sequence[float | None]
@@ -124,7 +125,7 @@ def render_chart(chart: Chart, runs: Sequence[RunData]) -> str:
     if axes is None:
         return f'{opening}<p class="empty">No run recorded this.</p></figure>'
     y_ticks = list(chart.y_ticks) or nice_ticks(axes.y0, axes.y1)
-    x_ticks = nice_ticks(axes.x0, axes.x1, count=6)
+    x_ticks = _x_tick_values(chart, axes)
     domain = f"{axes.x0!r} {axes.x1!r} {axes.y0!r} {axes.y1!r}"
     return (
         f'{opening}<div class="plot" role="img" tabindex="0" aria-label="{escape(_alternative(chart))}"'
@@ -149,6 +150,13 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [round(k * step, 10) for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _x_tick_values(chart: Chart, axes: _Axes) -> list[float]:
+    """Round numbers, whole ones only on an axis that counts."""
+    ticks = nice_ticks(axes.x0, axes.x1, count=6)
+    is_count = all(x is None or x == int(x) for series in chart.series for x in series.x)
+    return [tick for tick in ticks if tick == int(tick)] if is_count else ticks
 
 
 def rolling(values: Values, window: int) -> tuple[list[float | None], list[float | None]]:
@@ -196,6 +204,9 @@ def _svg(chart: Chart, axes: _Axes, x_ticks: list[float], y_ticks: list[float]) 
         marks.append(f'<path class="rule {rule.style}" d="M0 {HEIGHT * (1 - axes.y(rule.y)):.1f}H{WIDTH}"/>')
     for s in sorted(chart.series, key=lambda s: s.mark != "dots"):
         marks.append(f'<path class="{s.mark} {s.style}" data-of="{s.run}" d="{_series_path(s, axes)}"/>')
+        if s.mark in ("line", "steps") and len(s.x) <= FEW_POINTS:
+            points = _series_path(replace(s, mark="dots"), axes)
+            marks.append(f'<path class="dots few {s.style}" data-of="{s.run}" d="{points}"/>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{"".join(marks)}</svg>'
 
 

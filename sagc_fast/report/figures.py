@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sagc_fast.report.charts import Band, Chart, Readout, Rule, Series, rolling
+from sagc_fast.report.charts import Band, Chart, Readout, Rule, Series, Values, rolling
 from sagc_fast.report.data import RunData
 from sagc_fast.report.summary import PHASE_NAMES, PHASES, Z95, summarize
 from sagc_fast.report.text import duration, escape
@@ -13,25 +13,34 @@ from sagc_fast.report.timeline import run_style, tag
 ARM_COLOURS = 5
 MIN_STEPS_TO_SMOOTH = 12
 """With fewer steps than this the steps themselves are the clearest picture (ours)."""
+MANY_STEPS = 240
+"""From here on points and changes of G are drawn finer, or they would merge into a block (ours)."""
+MANY_EVALUATIONS = 30
+"""From here on intervals are drawn as a band instead of bars (ours)."""
 
 
 def accuracy_chart(runs: Sequence[RunData], x: str, x_label: str) -> Chart:
-    series, readouts = [], []
+    series, bands, readouts = [], [], []
     for i, run in enumerate(runs):
         n = len(run.evals["step"])
         xs, ys = run.evals.get(x) or [None] * n, run.evals.get("accuracy", [None] * n)
         spread = [None if e is None else Z95 * e for e in run.evals.get("accuracy_stderr", [None] * n)]
         series.append(Series(xs, ys, run_style(i), label=run.tag, run=i))
-        series.append(Series(xs, ys, run_style(i), "errors", spread=spread, run=i))
+        if n <= MANY_EVALUATIONS:
+            series.append(Series(xs, ys, run_style(i), "errors", spread=spread, run=i))
+        else:
+            low, high = _around(ys, spread)
+            bands.append(Band(xs, low, high, run_style(i), run=i))
         readouts.append(Readout(i, "evals", x, "accuracy", run.name, run_style(i)))
     against = "steps" if x == "step" else "time"
     return Chart(
         id=f"accuracy-{against}",
         title=f"Held-out accuracy against {against}",
-        caption="problems never trained on; bars are 95% intervals",
+        caption="problems never trained on, with 95% intervals",
         x_label=x_label,
         y_style="percent",
         series=series,
+        bands=bands,
         readouts=readouts,
         y_range=(0.0, 1.0),
     )
@@ -59,17 +68,16 @@ def smoothed_chart(
         series.append(Series(xs, means, run_style(i), label=run.tag, run=i))
         if window > 1:
             windows.add(window)
-            series.append(Series(xs, ys, run_style(i), "dots", run=i))
+            style_of_dots = run_style(i) + (" many" if len(ys) > MANY_STEPS else "")
+            series.append(Series(xs, ys, style_of_dots, "dots", run=i))
         if band and window > 1:
-            low = [None if m is None else m - s for m, s in zip(means, spreads, strict=True)]
-            high = [None if m is None else m + s for m, s in zip(means, spreads, strict=True)]
+            low, high = _around(means, spreads)
             bands.append(Band(xs, low, high, run_style(i), run=i))
         readouts.append(Readout(i, "steps", "step", name, run.name, run_style(i)))
     if windows:
         sizes = " or ".join(str(w) for w in sorted(windows))
-        caption += f"; line: mean of the last {sizes} steps" + (
-            "; band: one standard deviation of them" if band else ""
-        )
+        caption += f"; line: mean of the last {sizes} steps"
+        caption += "; band: one standard deviation of them" if band else ""
     return Chart(
         id=name.replace("_", "-"),
         title=title,
@@ -85,14 +93,21 @@ def smoothed_chart(
 
 
 def group_size_chart(runs: Sequence[RunData]) -> Chart:
-    series = [
-        Series(r.steps["step"], r.column("group_size"), run_style(i), "steps", r.tag, run=i) for i, r in enumerate(runs)
-    ]
+    series = []
+    caption = "completions per prompt in each step"
+    for i, run in enumerate(runs):
+        steps, sizes = run.steps["step"], run.column("group_size")
+        if len(steps) <= MANY_STEPS or len(set(sizes)) == 1:
+            series.append(Series(steps, sizes, run_style(i), "steps", run.tag, run=i))
+        else:  # hundreds of changes side by side would be one solid block
+            series.append(Series(steps, sizes, f"{run_style(i)} many", "dots", run=i))
+            series.append(Series(steps, rolling(sizes, len(steps) // 30)[0], run_style(i), label=run.tag, run=i))
+            caption = f"completions per prompt: each step, and the mean of the last {len(steps) // 30}"
     used = {g for run in runs for g in run.column("group_size") if g} | {g for run in runs for g in run.arms}
     return Chart(
         id="group-size",
         title="Group size G",
-        caption="completions per prompt in each step",
+        caption=caption,
         x_label="optimizer step",
         series=series,
         readouts=[Readout(i, "steps", "step", "group_size", r.name, run_style(i)) for i, r in enumerate(runs)],
@@ -154,6 +169,12 @@ def length_chart(index: int, run: RunData, longest: float | None) -> Chart:
         y_range=(0.0, longest),
         only_run=index,
     )
+
+
+def _around(centres: Values, halves: Values) -> tuple[list[float | None], list[float | None]]:
+    """The lower and the upper edge of a band; None where either is missing."""
+    pairs = [None if c is None or h is None else (c - h, c + h) for c, h in zip(centres, halves, strict=True)]
+    return [p and p[0] for p in pairs], [p and p[1] for p in pairs]
 
 
 def phase_bars(runs: Sequence[RunData]) -> str:

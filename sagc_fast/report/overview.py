@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sagc_fast.report.data import RunData
-from sagc_fast.report.summary import Accuracy, RunSummary, summarize, time_ratio, warnings
+from sagc_fast.report.summary import Accuracy, RunSummary, steps, summarize, time_ratio, warnings
 from sagc_fast.report.text import compact, duration, escape, percent
 from sagc_fast.report.timeline import tag
 
@@ -30,7 +30,7 @@ def tiles(runs: Sequence[RunData], pairs: Sequence[tuple[int, int]]) -> str:
     if ours.accuracy_last and theirs.accuracy_last:
         value = percent(ours.accuracy_last.value)
         shown.append((value, "held-out accuracy", f"{theirs.accuracy_last} {there}"))
-    return _tile_row(shown, f"{runs[other].tag} against {runs[base].tag}, the same {n} steps")
+    return _tile_row(shown, f"{runs[other].tag} against {runs[base].tag}, the same {steps(n)}")
 
 
 def _single_tiles(whole: RunSummary) -> str:
@@ -43,7 +43,7 @@ def _single_tiles(whole: RunSummary) -> str:
     if whole.tokens_per_second:
         shown.append((compact(whole.tokens_per_second), "tokens per second", "of rollout"))
     if whole.seconds:
-        shown.append((duration(whole.seconds), "of training", f"{whole.num_steps} steps"))
+        shown.append((duration(whole.seconds), "of training", steps(whole.num_steps)))
     return _tile_row(shown, "")
 
 

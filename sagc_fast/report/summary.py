@@ -165,11 +165,11 @@ def single_sentences(run: RunData) -> list[str]:
         verb = {1: "rose", -1: "fell", 0: "did not change measurably: it went"}[change]
         sentences.append(
             f"Held-out accuracy of {name} {verb} from {whole.accuracy_first} to {whole.accuracy_last} in"
-            f" {_steps(whole.num_steps)}{took}."
+            f" {steps(whole.num_steps)}{took}."
         )
     elif whole.reward_first is not None:
         sentences.append(
-            f"{name} took {_steps(whole.num_steps)}{took}; its mean reward went from {compact(whole.reward_first)} to"
+            f"{name} took {steps(whole.num_steps)}{took}; its mean reward went from {compact(whole.reward_first)} to"
             f" {compact(whole.reward_last)} (first and last tenth). It holds no pair of held-out evaluations."
         )
     if whole.straggler_rate is not None:
@@ -219,10 +219,10 @@ def _time_sentence(ours: RunSummary, theirs: RunSummary, name: str, other: str) 
         return ""
     times = f"({duration(ours.seconds)} against {duration(theirs.seconds)} of training)"
     if abs(math.log(ratio)) < TIE:
-        return f"{name} and {other} took the same time for {_steps(ours.num_steps)} {times}."
+        return f"{name} and {other} took the same time for {steps(ours.num_steps)} {times}."
     if ratio > 1:
-        return f"{name} finished {_steps(ours.num_steps)} {ratio:.2f} times as fast as {other} {times}."
-    return f"{name} took {1 / ratio:.2f} times as long as {other} for {_steps(ours.num_steps)} {times}."
+        return f"{name} finished {steps(ours.num_steps)} {ratio:.2f} times as fast as {other} {times}."
+    return f"{name} took {1 / ratio:.2f} times as long as {other} for {steps(ours.num_steps)} {times}."
 
 
 def _reason_sentence(ours: RunSummary, theirs: RunSummary) -> str:
@@ -300,7 +300,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _steps(count: int) -> str:
+def steps(count: int) -> str:
+    """The number with its noun."""
     return "1 step" if count == 1 else f"{count} steps"
 
 
