@@ -119,6 +119,29 @@ def details(runs: Sequence[RunData]) -> str:
     return "".join(parts)
 
 
+def context_line(runs: Sequence[RunData]) -> str:
+    """Machine, software, commit and day, as far as all runs share them; plain text."""
+    versions = [run.versions for run in runs]
+
+    def shared(name: str) -> str:
+        values = {str(found.get(name, "")) for found in versions}
+        return values.pop() if len(values) == 1 else ""
+
+    days = {str(start.get("time", ""))[:10] for found in versions for start in _records(found.get("starts"))}
+    parts = [
+        shared("cpu"),
+        shared("cores") and f"{shared('cores')} cores",
+        shared("torch") and f"torch {shared('torch')}",
+        shared("commit") and f"commit {shared('commit')[:10]}",
+        " and ".join(sorted(days)) if len(days) < 3 else f"{min(days)} to {max(days)}",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _records(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def _table(heads: str, rows: Sequence[tuple[str, Sequence[str]]], css: str = "") -> str:
     body = "".join(
         f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in values)}</tr>'
@@ -140,10 +163,12 @@ def _differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
+    """Leaves under dotted names; a list of records counts its items from 0, a list of plain values is one leaf."""
+    is_records = isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    if not isinstance(value, dict) and not is_records:
         return {prefix: value}
     flat: dict[str, Any] = {}
-    for key, item in value.items():
+    for key, item in enumerate(value) if is_records else value.items():
         flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
     return flat
 

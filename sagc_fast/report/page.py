@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sagc_fast.errors import ConfigError
-from sagc_fast.report import sections
+from sagc_fast.report import overview, sections
 from sagc_fast.report.data import RunData, load_runs
 from sagc_fast.report.text import escape
 from sagc_fast.report.timeline import run_style, tag
@@ -64,7 +64,8 @@ def render_page(runs: Sequence[RunData]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{style}</style></head><body>'
-        f"<header><p>sagc_fast · training report</p><h1>{escape(names)}</h1>{_contents()}</header>"
+        f"<header><p>sagc_fast · training report</p><h1>{escape(names)}</h1>"
+        f"<p>{escape(overview.context_line(runs))}</p>{_contents()}</header>"
         f"{_legend(runs)}<main>{body}</main>"
         '<div id="tip" role="status" hidden></div>'
         f'<script type="application/json" id="report-data">{embedded_json(runs)}</script><script>{script}</script>'

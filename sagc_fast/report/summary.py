@@ -146,7 +146,7 @@ def comparison_sentences(run: RunData, baseline: RunData) -> list[str]:
     name, other = _bold(run), _bold(baseline)
     sentences = [
         _time_sentence(ours, theirs, name, other),
-        _reason_sentence(ours, theirs),
+        _reason_sentence(ours, theirs, name),
         _straggler_sentence(ours, theirs, name, other),
         _accuracy_sentence(ours, theirs, name, other),
         _equal_time_sentence(run, baseline, name, other),
@@ -225,7 +225,7 @@ def _time_sentence(ours: RunSummary, theirs: RunSummary, name: str, other: str) 
     return f"{name} took {1 / ratio:.2f} times as long as {other} for {steps(ours.num_steps)} {times}."
 
 
-def _reason_sentence(ours: RunSummary, theirs: RunSummary) -> str:
+def _reason_sentence(ours: RunSummary, theirs: RunSummary, name: str) -> str:
     ratio = time_ratio(ours, theirs)
     if ratio is None or not ours.output_tokens or not theirs.output_tokens:
         return ""
@@ -235,7 +235,7 @@ def _reason_sentence(ours: RunSummary, theirs: RunSummary) -> str:
         return f"Both sampled about as many output tokens {counts}, so the difference is time per token."
     fewer = f"{percent(1 - 1 / tokens)} fewer" if tokens > 1 else f"{percent(1 / tokens - 1)} more"
     return (
-        f"It sampled {fewer} output tokens {counts}: that alone is a factor of {tokens:.2f} in time,"
+        f"{name} sampled {fewer} output tokens {counts}: that alone is a factor of {tokens:.2f} in time,"
         f" the time per token one of {ratio / tokens:.2f}."
     )
 

@@ -211,3 +211,14 @@ def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run, tmp_pa
     details = re.search(r'<section id="details".*?</section>', page, re.S)[0].split("<details")[0]
     assert "controller.kind" in details
     assert "controller.delta" not in details
+
+
+def test_header_names_what_all_runs_share(make_run, tmp_path):
+    runs = [make_run("sagc"), make_run("fixed", "fixed")]
+    shared = {"torch": "2.13.0", "cpu": "Some CPU", "cores": 2, "commit": "0123456789abcdef"}
+    for run, day in zip(runs, ("01", "02"), strict=True):
+        start = {"time": f"2026-12-{day}T10:00:00+00:00", "command": "sagc-fast train"}
+        (run / "versions.json").write_text(json.dumps(shared | {"starts": [start]}), encoding="utf-8")
+    page = _report(runs, tmp_path / "report.html")
+    assert "<p>Some CPU · 2 cores · torch 2.13.0 · commit 0123456789 · 2026-12-01 and 2026-12-02</p>" in page
+    assert '<th scope="row">starts.0.command</th>' in page
