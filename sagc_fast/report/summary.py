@@ -243,7 +243,7 @@ def _reason_sentence(ours: RunSummary, theirs: RunSummary, name: str) -> str:
 def _straggler_sentence(ours: RunSummary, theirs: RunSummary, name: str, other: str) -> str:
     if ours.straggler_rate is None or theirs.straggler_rate is None:
         return ""
-    goal = f"; its goal was {percent(ours.delta)}" if ours.has_goal else ""
+    goal = f"; the goal of {name} was {percent(ours.delta)}" if ours.has_goal else ""
     sizes = ""
     if ours.group_size and theirs.group_size:
         sizes = f", at mean group sizes of {compact(ours.group_size)} and {compact(theirs.group_size)}"
