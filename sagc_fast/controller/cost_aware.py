@@ -206,7 +206,11 @@ class SecondsFit:
         return max(1e-6, float(self._guess @ self._moment) / power) if power > 0.0 else 1.0
 
     def state(self) -> dict[str, Any]:
-        return {"gram": self._gram.tolist(), "moment": self._moment.tolist(), "coefficients": self.coefficients.tolist()}
+        return {
+            "gram": self._gram.tolist(),
+            "moment": self._moment.tolist(),
+            "coefficients": self.coefficients.tolist(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._gram, self._moment = np.array(state["gram"]), np.array(state["moment"])

@@ -49,7 +49,9 @@ def simulate_events(
     try:
         from sagc_fast.controller import _jit
     except ImportError as error:
-        raise ConfigError(f"simulate_events needs numba, which cannot be imported ({error}); use run_policy.") from error
+        raise ConfigError(
+            f"simulate_events needs numba, which cannot be imported ({error}); use run_policy."
+        ) from error
     state, params = _jit.pack_state(config), _jit.pack_params(config)
     params[at.P_KEY_LOW], params[at.P_KEY_HIGH] = seed & 0xFFFFFFFF, seed >> 32
     run = EventRun(np.empty(steps, np.int8), np.empty(steps, np.int32), np.empty(steps), np.empty(steps))

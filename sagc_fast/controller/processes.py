@@ -60,7 +60,7 @@ class Pareto(LengthProcess):
 
 @dataclass(frozen=True, slots=True)
 class Mixture(LengthProcess):
-    """Two ways to answer: a direct one around ``median`` and, with probability ``share``, a long one around ``long``."""
+    """Two ways to answer: a direct one around ``median`` and, with probability ``share``, a long one round ``long``."""
 
     long: float = 1500.0
     share: float = 0.1
@@ -146,7 +146,9 @@ def parse_process(spec: str) -> LengthProcess | Trace:
     for option in filter(None, options.split(",")):
         key, _, text = option.partition("=")
         if key not in known_fields:
-            raise ConfigError(f"Length process {name!r} has no parameter {key!r}; it has {', '.join(sorted(known_fields))}.")
+            raise ConfigError(
+                f"Length process {name!r} has no parameter {key!r}; it has {', '.join(sorted(known_fields))}."
+            )
         try:
             values[key] = int(text) if key in ("num_problems", "seed") else float(text)
         except ValueError as error:
@@ -174,7 +176,7 @@ class Trace:
         return max(len(group) for step in self.steps for group in step)
 
     def sample(self, rng: np.random.Generator, progress: float, problem_ids: np.ndarray, group_size: int) -> np.ndarray:
-        """Lengths int64 [len(problem_ids), group_size]; ``problem_ids`` pick groups modulo the step's number of them."""
+        """Lengths int64 [len(problem_ids), group_size]; ``problem_ids`` pick groups, modulo their number."""
         step = self.steps[min(int(progress * len(self.steps)), len(self.steps) - 1)]
         large = [group for group in step if len(group) >= group_size] or list(step)
         groups = [large[int(index) % len(large)] for index in problem_ids]

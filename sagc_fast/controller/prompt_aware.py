@@ -1,19 +1,27 @@
 """Prompt-aware SAGC: a group size per prompt within one step, under one shared straggler budget.
 
-Beyond the paper, which names it as future work (its SAGC is blind to prompt difficulty). A price on stragglers buys most
-where prompts differ: the budget goes to prompts that seldom straggle, and they get the large groups.
+Beyond the paper, which names it as future work (its SAGC is blind to prompt difficulty). A price on stragglers buys
+most where prompts differ: the budget goes to prompts that seldom straggle, and they get the large groups.
 
-Model, per prompt b (a problem id, or any bucket key that callers make of it) and candidate c:
+Model. Globally every candidate c has SAGC's Beta posterior, of mean m_c. A prompt b has a tendency t_b, 1 for the
+average prompt, that scales the hazard of straggling at every size alike (for lognormal lengths of different spread this
+holds within a tenth or two):
 
-    p_bc ~ Beta(s m_c + k_bc, s (1 - m_c) + n_bc - k_bc)        m_c: global posterior mean, s: prior strength in groups
+    p_bc ~ Beta(S mu_bc, S (1 - mu_bc))        mu_bc = 1 - (1 - m_c) ** t_b        S = s + groups seen of b
+    t_b  = (s + straggling groups of b) / (s + exposure of b)
 
-so a prompt without history is the global arm, and history outweighs it after about s groups. Two sources of evidence:
-the group itself, and the groups inside it: completions of one prompt are exchangeable, so a group of 16 is also four
-groups of 4, and every step teaches all smaller arms. The price lambda is shared and moved by the rate over all groups.
+where a group without straggler adds its hazard -log(1 - m_c) to the exposure, and one with a straggler the mean waiting
+time of an event within that hazard: exposure is what an average prompt's number of straggling groups would have been.
+A prompt without history is the global arm, and history outweighs it after about s groups; what a prompt shows at one
+size counts for all of them. The price lambda is shared and moves with the rate over all groups.
+
+The completions of a prompt are exchangeable, so a group of 16 is also two of 8 and four of 4: every group teaches its
+own arm and all smaller ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +30,11 @@ from sagc_fast.controller.config import SAGCConfig
 from sagc_fast.controller.sagc import SAGC
 from sagc_fast.errors import ConfigError
 
-PRIOR_STRENGTH = 4.0
-"""Groups of its own that a prompt needs before its history weighs as much as the global arm (ours)."""
+PRIOR_STRENGTH = 1.0
+"""Groups after which a prompt's own history weighs as much as the global arms (ours; best of 1, 2, 4 in simulation)."""
 
 BUCKET_GAMMA = 0.99
-"""Forgetting of a prompt's history per optimizer step: slower than the arms', a prompt returns only now and then (ours)."""
+"""Forgetting of a prompt's history per optimizer step: slower than the arms', as a prompt returns seldom (ours)."""
 
 
 class PromptAwareSAGC(SAGC):
@@ -42,7 +50,9 @@ class PromptAwareSAGC(SAGC):
     def __init__(self, config: SAGCConfig | None = None, seed: int = 0, *, strength: float = PRIOR_STRENGTH) -> None:
         super().__init__(config, seed, backend="python")
         if self.config.signal != "group" or self.config.ratio != "group":
-            raise ConfigError("PromptAwareSAGC judges every prompt by its own group; use signal='group', ratio='group'.")
+            raise ConfigError(
+                "PromptAwareSAGC judges every prompt by its own group; use signal='group', ratio='group'."
+            )
         if not strength > 0:
             raise ConfigError(f"PromptAwareSAGC's strength is {strength!r}; it must be a number of groups > 0.")
         self._strength = strength
@@ -62,16 +72,19 @@ class PromptAwareSAGC(SAGC):
         if state["is_fallback"]:
             return config.candidates[arms[0]]
         fade = BUCKET_GAMMA ** (state["step"] - bucket["step"])
+        tendency = (self._strength + fade * bucket["events"]) / (self._strength + fade * bucket["exposure"])
+        strength = self._strength + fade * bucket["groups"]
         values = {}
         for i in arms:
-            mean = state["alpha"][i] / (state["alpha"][i] + state["beta"][i])
-            events, trials = bucket["events"][i] * fade, bucket["trials"][i] * fade
-            alpha, beta = self._strength * mean + events, self._strength * (1.0 - mean) + trials - events
+            mean = 1.0 - (1.0 - self._global_mean(i)) ** tendency
             stream = (place + 1) * len(config.candidates) + i  # the streams below are the global arms'
-            values[i] = config.utilities[i] - state["lambda"] * beta_variate(
-                alpha, beta, state["step"], stream, self._core.key
-            )
+            draw = beta_variate(strength * mean, strength * (1.0 - mean), state["step"], stream, self._core.key)
+            values[i] = config.utilities[i] - state["lambda"] * draw
         return config.candidates[max(arms, key=values.__getitem__)]
+
+    def _global_mean(self, arm: int) -> float:
+        alpha, beta = self._core.state["alpha"][arm], self._core.state["beta"][arm]
+        return min(max(alpha / (alpha + beta), 1e-6), 1.0 - 1e-6)
 
     def observe(
         self,
@@ -100,19 +113,24 @@ class PromptAwareSAGC(SAGC):
 
     def _learn_group(self, key: str, group: list[float]) -> None:
         """Evidence for the arm of this group's size and for every smaller one, globally and for the prompt."""
-        core, sizes, step = self._core, self.config.candidates, self._core.state["step"]
-        bucket = self._buckets.setdefault(
-            key, {"arm": 0, "step": step, "events": [0.0] * len(sizes), "trials": [0.0] * len(sizes)}
-        )
+        core, sizes = self._core, [size for size in self.config.candidates if size <= len(group)]
+        step = core.state["step"]
+        bucket = self._buckets.setdefault(key, {"arm": 0, "step": step, "events": 0.0, "exposure": 0.0, "groups": 0.0})
         fade = BUCKET_GAMMA ** (step - bucket["step"])
-        bucket["step"] = step
-        bucket["arm"] = max((i for i, size in enumerate(sizes) if size <= len(group)), default=0)
+        for name in ("events", "exposure", "groups"):
+            bucket[name] *= fade
+        bucket["step"], bucket["arm"] = step, max(len(sizes) - 1, 0)
         for i, size in enumerate(sizes):
             parts = [group[start : start + size] for start in range(0, len(group) - size + 1, size)]
             events = sum(max(part) > self.config.tau * (median(part) or 1.0) for part in parts)
+            mean = self._global_mean(i)
             core.credit(i, events, len(parts))
-            bucket["events"][i] = bucket["events"][i] * fade + events
-            bucket["trials"][i] = bucket["trials"][i] * fade + len(parts)
+            share = 1.0 / len(sizes)  # the same completions at several sizes are one piece of evidence
+            bucket["events"] += share * events
+            hazard = -math.log1p(-mean)
+            until_event = 1.0 - hazard / math.expm1(hazard)  # mean waiting time of an event known to come before hazard
+            bucket["exposure"] += share * (events * until_event + (len(parts) - events) * hazard)
+            bucket["groups"] += share * len(parts)
 
     def observe_counts(self, num_stragglers: int, num_groups: int) -> None:
         """Not for this controller: it learns from every prompt's lengths."""

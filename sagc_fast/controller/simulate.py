@@ -101,7 +101,9 @@ _COLUMNS = (
 )
 
 
-def run_policy(name: str, policy: Policy, scenario: Scenario, progress: Callable[[int], None] | None = None) -> RunRecord:
+def run_policy(
+    name: str, policy: Policy, scenario: Scenario, progress: Callable[[int], None] | None = None
+) -> RunRecord:
     """Put one policy through a scenario. The draws depend on the scenario's seed, the step and the sizes alone.
 
     ``progress`` is called with the number of steps done.
@@ -200,7 +202,12 @@ def summarise(record: RunRecord, wall_seconds: float) -> dict[str, Any]:
 
 
 def straggler_probabilities(
-    process: LengthProcess | Trace, sizes: Sequence[int], tau: float, moments: int = 1, groups: int = 20_000, seed: int = 0
+    process: LengthProcess | Trace,
+    sizes: Sequence[int],
+    tau: float,
+    moments: int = 1,
+    groups: int = 20_000,
+    seed: int = 0,
 ) -> np.ndarray:
     """Monte-Carlo probability [moments, sizes] that a group straggles, at equally spaced moments of the run."""
     rng = np.random.default_rng([seed, 3])
