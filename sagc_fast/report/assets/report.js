@@ -25,6 +25,12 @@
     tip.style.top = Math.max(8, top) + "px";
   }
   const hideTip = () => { tip.hidden = true; };
+  // A finger that is lifted leaves what it pointed at: there the reading stays until the next touch or scroll.
+  const onLeave = (node, clear) => {
+    node.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") clear(); });
+    document.addEventListener("pointerdown", (event) => { if (!node.contains(event.target)) clear(); });
+    document.addEventListener("scroll", () => { if (!tip.hidden) clear(); }, { passive: true });
+  };
   function add(parent, kind, text, css) {
     const node = document.createElement(kind);
     node.textContent = text;
@@ -73,21 +79,28 @@
         }
       });
     }
-    function leave() { cross.hidden = true; hideTip(); at = -1; }
-    plot.addEventListener("pointermove", (event) => {
+    function leave() {
+      if (cross.hidden) return;
+      cross.hidden = true;
+      at = -1;
+      hideTip();
+    }
+    function point(event) {
       const box = canvas.getBoundingClientRect();
       const target = x0 + ((event.clientX - box.left) / box.width) * (x1 - x0);
       const index = nearest(places, target);
       if (index >= 0) read(index, event.clientY);
-    });
-    plot.addEventListener("pointerleave", leave);
+    }
+    plot.addEventListener("pointermove", point);
+    plot.addEventListener("pointerdown", point);
     plot.addEventListener("blur", leave);
+    onLeave(plot, leave);
     plot.addEventListener("keydown", (event) => {
       const move = { ArrowLeft: -1, ArrowRight: 1, Home: -places.length, End: places.length }[event.key];
       if (event.key === "Escape") leave();
       if (move === undefined || !places.length) return;
       event.preventDefault();
-      read(Math.min(Math.max((at < 0 ? 0 : at) + move, 0), places.length - 1));
+      read(Math.min(Math.max(at + move, 0), places.length - 1));
     });
   }
 
@@ -95,6 +108,7 @@
   for (const svg of document.querySelectorAll(".bars")) {
     const table = svg.closest(".panel").querySelector("tbody");
     function clear() {
+      if (!svg.classList.contains("picked")) return;
       svg.classList.remove("picked");
       svg.querySelectorAll(".same, .this").forEach((bar) => bar.classList.remove("same", "this"));
       hideTip();
@@ -118,7 +132,7 @@
     }
     svg.addEventListener("pointermove", pick);
     svg.addEventListener("pointerdown", pick);
-    svg.addEventListener("pointerleave", clear);
+    onLeave(svg, clear);
   }
 
   // Runs switched off disappear from the charts that show several.
