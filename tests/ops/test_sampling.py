@@ -21,7 +21,9 @@ def _sample(logits, uniform, temperature=1.0, top_k=None, top_p=None, min_p=None
         None if value is None else torch.full((rows,), value, dtype=dtype)
         for value, dtype in ((top_k, torch.int64), (top_p, torch.float32), (min_p, torch.float32))
     ]
-    return sample_tokens(logits, torch.as_tensor(uniform).double(), torch.full((rows,), temperature), *filters)
+    return sample_tokens(
+        logits, torch.as_tensor(uniform, dtype=torch.float64), torch.full((rows,), temperature), *filters
+    )
 
 
 @pytest.mark.parametrize(("temperature", "vocab"), [(1.0, 8), (0.6, 8), (1.7, 16)])
