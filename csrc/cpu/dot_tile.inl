@@ -26,6 +26,7 @@ inline __attribute__((always_inline)) void dot_tile(const float* const* x, const
     for (int c = 0; c < COLS; c++) acc[r][c] = Vec::zero();
 
   int64_t i = 0;
+#pragma GCC unroll 2
   for (; i + Vec::kWidth <= width; i += Vec::kWidth) {
     Vec a[ROWS];
 #pragma GCC unroll 16

@@ -11,6 +11,7 @@ namespace {
 constexpr int kPanel = 16;           // weight rows per panel: a cache line of y, and a multiple of the tile's 4 columns
 constexpr int64_t kMaxRange = 384;   // elements of k per range: 16 x 384 x 4 bytes = 24 KB of a 32 KB L1 cache
 constexpr int64_t kMaxBlock = 192;   // rows of x per block at most
+constexpr int64_t kPrefetchRows = 3;
 constexpr int64_t kBlockBytes = 256 * 1024;
 
 inline int64_t block_rows(int64_t K) {
@@ -26,12 +27,38 @@ inline int64_t range_size(int64_t K) {
   return (size + Vec::kWidth - 1) / Vec::kWidth * Vec::kWidth;
 }
 
+// Fetches the next panel into the L2 cache, some lines per tile of the present one, so that weights that come from memory
+// arrive while there is still arithmetic to do. One or two rows have none to hide it behind: the hardware streams better.
+struct Prefetch {
+  const char *at = nullptr, *end = nullptr;
+  int64_t lines_per_tile = 0;
+
+  void advance() {
+    const char* stop = at + lines_per_tile * 64;
+    stop = stop < end ? stop : end;
+    for (; at < stop; at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+template <class W>
+Prefetch prefetch_panel(const LinearArgs& a, int64_t column, int64_t rows) {
+  Prefetch p;
+  if (rows < kPrefetchRows || column >= a.N || a.weight_stride != a.K) return p;
+  const int64_t columns = a.N - column < kPanel ? a.N - column : kPanel, range = range_size(a.K);
+  const int64_t tiles = (rows + 2) / 3 * (kPanel / 4) * ((a.K + range - 1) / range);
+  p.at = static_cast<const char*>(a.weight) + column * a.K * int64_t{sizeof(W)};
+  p.end = p.at + columns * a.K * int64_t{sizeof(W)};
+  p.lines_per_tile = ((p.end - p.at) / 64 + tiles - 1) / tiles;
+  return p;
+}
+
 template <int ROWS, bool ACCUMULATE>
-inline void panel_rows(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, int columns,
-                       float* out) {
+inline __attribute__((always_inline)) void panel_rows(const float* x, int64_t x_stride, const float* w, int64_t w_stride,
+                                                      int64_t width, int columns, float* out, Prefetch& prefetch) {
   const float *xr[ROWS], *wc[4];
   for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride;
   for (int c = 0; c < columns; c += 4) {
+    prefetch.advance();
     for (int j = 0; j < 4; j++) wc[j] = w + (c + j) * w_stride;
     dot_tile<ROWS, 4, ACCUMULATE>(xr, wc, width, out + c, kPanel);
   }
@@ -40,14 +67,14 @@ inline void panel_rows(const float* x, int64_t x_stride, const float* w, int64_t
 // All rows of a block against one panel slice; `columns` is a multiple of 4.
 template <bool ACCUMULATE>
 void panel_block(const float* x, int64_t x_stride, int64_t rows, const float* w, int64_t w_stride, int64_t width, int columns,
-                 float* out) {
+                 float* out, Prefetch& prefetch) {
   int64_t r = 0;
   for (; r + 3 <= rows; r += 3)
-    panel_rows<3, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel);
+    panel_rows<3, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel, prefetch);
   if (rows - r == 2)
-    panel_rows<2, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel);
+    panel_rows<2, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel, prefetch);
   else if (rows - r == 1)
-    panel_rows<1, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel);
+    panel_rows<1, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel, prefetch);
 }
 
 // The panel's slice as fp32 in `packed`, rows past `columns` zero.
@@ -73,6 +100,7 @@ void linear_item(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t f
   const W* weight = static_cast<const W*>(a.weight) + first_column * a.weight_stride;
   const float* x = a.x + first_row * a.x_stride;
 
+  Prefetch prefetch = prefetch_panel<W>(a, first_column + kPanel, rows);
   for (int64_t k = 0; k < a.K || k == 0; k += range) {
     const int64_t width = a.K - k < range ? a.K - k : range;
     const float* w = reinterpret_cast<const float*>(weight + k);
@@ -82,7 +110,7 @@ void linear_item(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t f
       w = packed, w_stride = range;
     }
     auto block = k == 0 ? panel_block<false> : panel_block<true>;
-    block(x + k, a.x_stride, rows, w, w_stride, width, padded, out);
+    block(x + k, a.x_stride, rows, w, w_stride, width, padded, out, prefetch);
     if (range == 0) break;
   }
 

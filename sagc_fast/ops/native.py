@@ -1,8 +1,8 @@
 """The operators of ``sagc_fast._C`` (csrc/cpu) under the names and signatures of :mod:`sagc_fast.ops`.
 
 Importing this module loads the library; ImportError says that it is not built, OSError that it does not load. The same
-functions in plain torch, beside this file, document shapes and results; here stands only what differs. Each operator has
-a fake registration, so ``torch.compile`` and ``torch.export`` see through it. Nothing here has a gradient.
+functions in plain torch, beside this file, document shapes and results; here stands only what differs. Each operator
+has a fake registration, so ``torch.compile`` and ``torch.export`` see through it. Nothing here has a gradient.
 
 Environment: ``SAGC_CPU_LEVEL`` = ``auto`` (default), ``scalar``, ``avx2`` narrows the instruction set.
 """
@@ -41,7 +41,7 @@ def cpu_level() -> str:
 
 
 def set_cpu_level(name: str) -> None:
-    """Use the kernels of one of :func:`cpu_levels`, or the best for ``auto``. Raises BackendError for any other name."""
+    """Use the kernels of one of :func:`cpu_levels`, or the best for ``auto``. Raises BackendError for other names."""
     if name not in ("auto", *cpu_levels()):
         raise BackendError(
             f"CPU level {name!r} is not to be had on this machine; use one of auto, {', '.join(cpu_levels())}."

@@ -1,7 +1,7 @@
 """sample_tokens: the token that the float64 distribution prescribes, and its log-probability.
 
-A uniform number within rounding of a boundary of the cumulative distribution may fall to either side (fp32 exponentials,
-relative error about 1e-7): ``boundary_distance`` tells how close it is, and such rows accept both neighbours.
+A uniform number within rounding of a boundary of the cumulative distribution may fall to either side (fp32 weights,
+relative error about 1e-7); such rows accept both neighbours.
 """
 
 from __future__ import annotations
