@@ -34,7 +34,12 @@ def score_by_generator(
     entry = problem.meta["entry"]
     if answer is None or (generator in EVALUATED and answer != entry["answer"] and not is_harmless_expression(answer)):
         return Score(0.0, False)
-    value = float(_dataset(generator, pickle.dumps(dict(params))).score_answer(answer, entry))
+    try:
+        value = float(_dataset(generator, pickle.dumps(dict(params))).score_answer(answer, entry))
+    except MemoryError:
+        raise
+    except Exception:  # many of these scorers raise on text that they cannot parse: that is a wrong answer
+        return Score(0.0, False)
     is_correct = value >= 1.0
     return Score(value if partial_credit else float(is_correct), is_correct)
 

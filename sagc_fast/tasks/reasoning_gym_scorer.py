@@ -12,8 +12,11 @@ from sagc_fast.tasks.answers import answers_equal, extract_answer, solves_countd
 from sagc_fast.tasks.base import Problem, Score
 
 COUNTDOWN = frozenset({"countdown", "puzzle24"})
-ONE_ANSWER = frozenset({"chain_sum", "products", "binary_matrix", "spiral_matrix", "string_insertion"})
-"""Generators with a scorer of their own that only adds tolerance or partial credit to one right answer."""
+ONE_ANSWER = frozenset(
+    {"binary_matrix", "chain_sum", "game_of_life_halting", "products", "spiral_matrix", "string_insertion"}
+)
+"""Generators whose own scorer adds nothing to one right answer but number formats, partial credit or (halting) a hole:
+there any text that is not "True" counts as "False"."""
 
 SCORERS = {
     "exact": "sagc_fast.tasks.reasoning_gym_scorer:score_exact",

@@ -292,7 +292,7 @@ class ScoringPool:
     def _lost(self, worker: WorkerProcess) -> None:
         """A worker died, or has to go: its current completion pays, unless an earlier one may be to blame."""
         was_ready, batch, num_answered = worker.is_ready, worker.batch, worker.num_answered
-        how = self._drop(worker)
+        how = self._drop(worker, grace_seconds=0.1)
         if not was_ready:
             self._num_failed_starts += 1
             if self._num_failed_starts >= MAX_FAILED_STARTS:
@@ -323,12 +323,12 @@ class ScoringPool:
         self._deliver(batch.popleft(), Score(0.0, False, f"timeout: over {self.timeout_seconds:g} seconds"))
         self._put_back(batch)
 
-    def _drop(self, worker: WorkerProcess) -> str:
+    def _drop(self, worker: WorkerProcess, grace_seconds: float = 0.0) -> str:
         for fd in (worker.answer_fd, worker.request_fd):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
         self._workers.remove(worker)
-        return worker.kill()
+        return worker.kill(grace_seconds)
 
     def _put_back(self, items: Iterable[_Item]) -> None:
         with self._changed:

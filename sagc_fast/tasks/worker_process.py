@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -105,19 +106,22 @@ class WorkerProcess:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.process.pid, flags) is not None
 
-    def kill(self) -> str:
-        """End it and everything in its session, free its pipes, and say how it ended."""
+    def kill(self, grace_seconds: float = 0.0) -> str:
+        """End it and everything in its session, free its pipes, and say how it ended. ``grace_seconds`` is what a
+        process that has just closed its pipes gets to die by itself, so that its own end can be told."""
+        deadline = time.monotonic() + grace_seconds
+        while not (has_died := self.has_exited()) and time.monotonic() < deadline:
+            time.sleep(0.002)
         try:
-            # A process that has died by itself keeps its own status; only the others get this signal.
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             self.process.kill()
         code = self.process.wait()
         os.close(self.request_fd)
         os.close(self.answer_fd)
-        if code < 0:
-            return f"was killed by signal {-code}"
-        return f"ended with exit status {code}"
+        if not has_died:
+            return "broke its connection and was ended"
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
     def _queue(self, payload: bytes) -> None:
         self.unsent += struct.pack("<I", len(payload)) + payload
