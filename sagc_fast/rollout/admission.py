@@ -16,7 +16,7 @@ from sagc_fast.rollout.sequence import PromptGroup, Sequence
 
 
 class AdmissionQueue:
-    """Completions that have never started, longest expected first; ties go to the earlier prompt."""
+    """Completions that have never started, longest expected first; ties go to groups that nothing is known about."""
 
     def __init__(self, history: LengthHistory, is_keyed_by_prompt: bool) -> None:
         self._history = history
@@ -48,7 +48,7 @@ class AdmissionQueue:
         mean = self._overall_mean()
         cap = unknown.unstarted[-1].max_output
         unknown_expected = cap if mean is None else min(mean, cap)
-        return (known if -self._known[0][0] >= unknown_expected else unknown).unstarted[-1]
+        return (known if -self._known[0][0] > unknown_expected else unknown).unstarted[-1]
 
     def pop(self, sequence: Sequence) -> None:
         """Take out the completion that :meth:`peek` returned."""

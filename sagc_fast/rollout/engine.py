@@ -95,13 +95,13 @@ class RolloutEngine:
 
         Raises ModelLoadError for a folder that cannot be read, BackendError for a device that is not there.
         """
-        from sagc_fast.model.loader import load_model, load_tokenizer
+        from sagc_fast.model.loader import TOKENIZER_FILES, load_model, load_tokenizer
 
-        dtype_of(dtype)
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise BackendError(f"Device {device!r} was asked for and torch sees no CUDA device here; use device='cpu'.")
         model = load_model(folder, dtype=dtype, device=device)
-        tokenizer = load_tokenizer(folder) if _has_tokenizer(Path(folder)) else None
+        has_tokenizer = any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+        tokenizer = load_tokenizer(folder) if has_tokenizer else None
         return cls(model, tokenizer, kv_budget_gb=kv_budget_gb, threads=threads, **settings)
 
     def generate(
@@ -243,6 +243,3 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         ids = (tokenizer.eos_token_id,)
     return ids
 
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
