@@ -109,18 +109,21 @@ def make_task(config: Mapping[str, Any], *, seed: int = 0) -> Task:
     reward_kwargs = options.pop("reward_kwargs", None)
     if not isinstance(name, str) or _ALIASES.get(name, name) not in _TASKS:
         raise ConfigError(f"task.name is {name!r}; it must be {_alternatives(name, task_names())}.")
+    spec = _reward_spec(reward, reward_kwargs)
     module_name, class_name, config_name = _TASKS[_ALIASES.get(name, name)]
     module = import_module(module_name)
     task = getattr(module, class_name)(config_from_mapping(getattr(module, config_name), options, "task"), seed=seed)
-    if reward is None:
-        if reward_kwargs is not None:
-            raise ConfigError("task.reward_kwargs is given without task.reward; name the reward as module:function.")
-        return task
-    if not isinstance(reward, str):
+    return task if spec is None else TaskWithReward(task, spec)
+
+
+def _reward_spec(reward: object, reward_kwargs: object) -> ScorerSpec | None:
+    if reward is None and reward_kwargs is not None:
+        raise ConfigError("task.reward_kwargs is given without task.reward; name the reward as module:function.")
+    if reward is not None and not isinstance(reward, str):
         raise ConfigError(f"task.reward is {reward!r}; it must be a string module:function.")
     if reward_kwargs is not None and not isinstance(reward_kwargs, Mapping):
         raise ConfigError(f"task.reward_kwargs is {reward_kwargs!r}; it must be a mapping of keyword arguments.")
-    return TaskWithReward(task, ScorerSpec(reward, dict(reward_kwargs or {})))
+    return None if reward is None else ScorerSpec(reward, dict(reward_kwargs or {}))
 
 
 class TaskWithReward:

@@ -26,6 +26,15 @@ def scores_of(task, pairs):
     return [(score.reward, score.outcome) for score in scores]
 
 
+def scores_here(task, pairs):
+    """In this process: a worker takes seconds to import the library."""
+    from sagc_fast.tasks.reasoning_gym_own_scorer import score_by_generator
+
+    assert task.scorer_spec.target.endswith(":score_by_generator")
+    scores = [score_by_generator(text, problem, **task.scorer_spec.kwargs) for problem, text in pairs]
+    return [(score.reward, score.outcome) for score in scores]
+
+
 def test_a_few_shot_prompt_word_for_word():
     task = task_of(params=SMALL, few_shot=2)
     problem = task.problem("train", 0)
@@ -122,8 +131,10 @@ def test_countdown_is_judged_by_arithmetic(generator):
     assert scores_of(task, pairs) == [(1.0, True)] + [(0.0, False)] * 4
 
 
-@pytest.mark.parametrize("generator", ["simple_integration", "polynomial_multiplication", "n_queens"])
-def test_hostile_text_never_reaches_a_scorer_that_evaluates(generator, tmp_path):
+@pytest.mark.parametrize(
+    ("generator", "scored"), [("simple_integration", scores_of), ("n_queens", scores_here)], ids=["pool", "here"]
+)
+def test_hostile_text_never_reaches_a_scorer_that_evaluates(generator, scored, tmp_path):
     task = task_of(generator, extract="text")
     problem = task.problem("train", 0)
     mark = tmp_path / "executed"
@@ -134,7 +145,7 @@ def test_hostile_text_never_reaches_a_scorer_that_evaluates(generator, tmp_path)
         "().__class__.__base__.__subclasses__()",
     ]
     pairs = [(problem, text) for text in (problem.answer, *hostile)]
-    assert scores_of(task, pairs) == [(1.0, True)] + [(0.0, False)] * 4
+    assert scored(task, pairs) == [(1.0, True)] + [(0.0, False)] * 4
     assert not mark.exists()
 
 
@@ -142,18 +153,20 @@ def test_an_equivalent_integral_is_correct_and_partial_credit_is_never_an_outcom
     task = task_of("simple_integration")
     problem = task.problem("train", 0)
     wrapped = f"({problem.answer.replace(' + C', '')}) + C"
-    assert scores_of(task, [(problem, wrapped)]) == [(1.0, True)]
+    assert scores_here(task, [(problem, wrapped)]) == [(1.0, True)]
     paid = task_of("letter_counting", partial_credit=True)
     problem = paid.problem("train", 0)
-    ((reward, outcome),) = scores_of(paid, [(problem, f"it is {problem.answer}!")])
+    ((reward, outcome),) = scores_here(paid, [(problem, f"it is {problem.answer}!")])
     assert 0.0 < reward < 1.0
     assert outcome is False
 
 
 SLOW = frozenset(
-    "acre arc_agi codeio composite countdown figlet_font futoshiki group_anagrams knight_swap polynomial_equations "
-    "puzzle24 rearc word_ladder zebra_puzzles".split()  # noqa: SIM905
-)
+    {
+        "acre", "arc_agi", "codeio", "composite", "countdown", "figlet_font", "futoshiki", "group_anagrams",
+        "knight_swap", "polynomial_equations", "puzzle24", "rearc", "word_ladder", "zebra_puzzles",
+    }
+)  # fmt: skip
 
 
 def test_nearly_every_generator_accepts_its_own_answer_and_no_nonsense():
