@@ -177,9 +177,7 @@ def _print_tables(comparison: Comparison, config: SAGCConfig, args: argparse.Nam
         print(f"delta={config.delta:g} is out of reach: the smallest candidate straggles more often")
     for hold, rows in comparison.rows.items():
         wall = rows[0]["equal_wall_clock"]["seconds"]
-        print(
-            f"\n{hold} held{'':{22 - len(hold)}}per step                                    | in {wall:,.0f} s of wall-clock"
-        )
+        print(f"\n{hold + ' held':<28}per step{'':37}| in {wall:,.0f} s of wall-clock")
         print("policy           rate  log2 G  groups   tokens  seconds  padded  inform. | steps  informative groups")
         for row in rows:
             equal = row["equal_wall_clock"]

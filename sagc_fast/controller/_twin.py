@@ -107,6 +107,7 @@ class TwinCore:
 
         Returns 2 * next arm + is_fallback, or -1, with nothing changed, when a length is negative, infinite or NaN.
         """
+        lengths = [float(length) for length in lengths]
         if not all(0.0 <= length < math.inf for length in lengths):
             return -1
         if group_size > 0:
