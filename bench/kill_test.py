@@ -143,8 +143,8 @@ def main() -> int:
 
 
 def preload() -> None:
-    """Import before forking what a run imports, so that children start at once."""
-    import transformers
+    """Import before forking what a run imports in time, so that children start at once."""
+    import transformers.models.llama.configuration_llama  # by AutoTokenizer
 
     import sagc_fast.controller._jit
     import sagc_fast.train.trainer  # noqa: F401

@@ -91,19 +91,18 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: PolicyOptimizer) -> None:
 @contextlib.contextmanager
 def reproducible_torch(device: str, threads: int | None) -> Iterator[None]:
     """Within: the configured threads, and on the CPU only algorithms whose sums have a fixed order."""
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     if threads is not None:
         torch.set_num_threads(threads)
     if device == "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler: seconds
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before[1])
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 

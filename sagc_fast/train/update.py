@@ -156,7 +156,7 @@ class PolicyUpdater:
         items = [batch.items[i] for i in members if batch.items[i].rows]
         rows_C = [row for item in items for row in item.rows]
         normalizer = loss_normalizer(batch.lengths_C[rows_C], loss_config, self.max_length)
-        if loss_config.kl_beta == 0 and loss_config.entropy_coef == 0:
+        if self._needs_advantage():
             advantages = batch.advantages_C.tolist()
             items = [item for item in items if any(advantages[row] != 0.0 for row in item.rows)]
         total = 0.0
@@ -197,6 +197,11 @@ class PolicyUpdater:
         result.losses.append(total)
         result.grad_norms.append(norm)
         result.num_updates += 1
+
+    def _needs_advantage(self) -> bool:
+        """True when a completion without advantage adds nothing to the loss."""
+        loss = self.algorithm.loss
+        return loss.entropy_coef == 0 and (loss.kl_beta == 0 or loss.kl_in == "reward")
 
     def _pack(self, items: Sequence[PackItem]) -> list[MicroBatch]:
         width = self.model.config.hidden_size
