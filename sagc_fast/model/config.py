@@ -76,9 +76,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim is {self.head_dim}; rotary embeddings need an even number.")
-        for token_id in (*self.eos_token_ids, self.bos_token_id, self.pad_token_id):
-            if token_id is not None and not -1 <= token_id < self.vocab_size:
-                raise ModelLoadError(f"Special token id {token_id} is outside the vocabulary of {self.vocab_size}.")
+        for token_id in self.eos_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ModelLoadError(f"eos_token_id {token_id} is outside the vocabulary of {self.vocab_size} tokens.")
 
     @property
     def has_qk_norm(self) -> bool:
