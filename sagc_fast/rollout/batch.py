@@ -59,7 +59,7 @@ def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.d
     no_chunk = np.zeros(num_padding, dtype=np.int32)
 
     def tensor(array: NDArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array) if device.type == "cpu" else torch.from_numpy(array).to(device)
 
     layout = PagedLayout(
         positions_T=tensor(positions_T),

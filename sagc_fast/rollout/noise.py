@@ -23,10 +23,10 @@ def philox4x32(counter_4N: ArrayLike, key_2N: ArrayLike) -> NDArray[np.uint64]:
     """The four 32-bit output words [4, N] (held in uint64) of Philox4x32-10 for N counters and keys of 32-bit words."""
     counter = np.asarray(counter_4N, dtype=np.uint64)
     key = np.asarray(key_2N, dtype=np.uint64)
+    round_keys_R2N = (key + _WEYL * np.arange(_ROUNDS, dtype=np.uint64)[:, None, None]) & _MASK
     multiplied, mixed = counter[0::2], counter[1::2]  # words (0, 2) are multiplied, words (1, 3) are mixed in
-    for round_index in range(_ROUNDS):
+    for round_key in round_keys_R2N:
         product = multiplied * _MULTIPLIERS
-        round_key = (key + _WEYL * np.uint64(round_index)) & _MASK
         multiplied, mixed = (product >> _SHIFT)[::-1] ^ mixed ^ round_key, (product & _MASK)[::-1]
     return np.stack((multiplied[0], mixed[0], multiplied[1], mixed[1]))
 
@@ -50,3 +50,38 @@ def uniforms(
     words = philox4x32(counter, np.stack((seeds & _MASK, seeds >> _SHIFT)))
     bits = ((words[0] >> np.uint64(5)) << np.uint64(26)) | (words[1] >> np.uint64(6))
     return (bits.astype(np.float64) * 2.0**-53).reshape(shape)
+
+
+class NoiseAhead:
+    """The same numbers for rows that draw one token after another, ``AHEAD`` positions computed at a time.
+
+    A vectorised Philox call costs nearly the same for one position as for many, so most steps only read a table.
+    """
+
+    AHEAD = 32
+
+    def __init__(self, capacity: int) -> None:
+        self._numbers = np.empty((capacity, self.AHEAD))
+        self._window = np.full(capacity, -1, dtype=np.int64)
+
+    def forget(self, slot: int) -> None:
+        """The slot belongs to another sequence from now on."""
+        self._window[slot] = -1
+
+    def draw(
+        self,
+        slots: NDArray[np.int64],
+        seed: NDArray[np.uint64],
+        prompt_id: NDArray[np.uint64],
+        sample_index: NDArray[np.uint64],
+        position: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """``uniforms(seed, prompt_id, sample_index, position)`` of ``slots``; all arrays but ``slots`` are per slot."""
+        window, offset = np.divmod(position[slots], self.AHEAD)
+        is_stale = self._window[slots] != window
+        if is_stale.any():
+            stale, first = slots[is_stale], window[is_stale] * self.AHEAD
+            keys = (seed[stale, None], prompt_id[stale, None], sample_index[stale, None])
+            self._numbers[stale] = uniforms(*keys, first[:, None] + np.arange(self.AHEAD))
+            self._window[stale] = window[is_stale]
+        return self._numbers[slots, offset]

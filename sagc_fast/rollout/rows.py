@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sagc_fast.rollout.noise import NoiseAhead
 from sagc_fast.rollout.sequence import Sequence
 
 Slots = NDArray[np.int64]
@@ -44,6 +45,7 @@ class RowTable:
         self.top_p = np.zeros(capacity, dtype=np.float32)
         self.min_p = np.zeros(capacity, dtype=np.float32)
         self.is_filtered = np.zeros(capacity, dtype=bool)
+        self._noise = NoiseAhead(capacity)
         self._tokens = np.zeros((capacity, 16), dtype=np.int64)
         self._logprobs = np.zeros((capacity, 16), dtype=np.float32)
 
@@ -61,6 +63,7 @@ class RowTable:
         params, group, num_output = sequence.params, sequence.group, sequence.num_output
         self.sequences[slot] = sequence
         sequence.slot = slot
+        self._noise.forget(slot)
         self.is_occupied[slot] = True
         self.order[slot] = sequence.order
         self.group_index[slot] = group.prompt_index
@@ -119,6 +122,10 @@ class RowTable:
         self.last_token[slots] = tokens
         self.num_output[slots] = columns + 1
         self.length[slots] += 1
+
+    def next_uniforms(self, slots: Slots) -> NDArray[np.float64]:
+        """The keyed noise of each slot's next token. float64 [R] in [0, 1)."""
+        return self._noise.draw(slots, self.seed, self.prompt_id, self.sample_index, self.num_output)
 
     def start_decoding(self, slots: Slots) -> None:
         """Let these slots join the decode rows, siblings side by side."""

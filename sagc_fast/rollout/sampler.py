@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from sagc_fast import ops
-from sagc_fast.rollout.noise import uniforms
 from sagc_fast.rollout.rows import RowTable, Slots
 
 LOGITS_BYTES = 32 * 2**20
@@ -34,8 +33,7 @@ class Sampler:
         self, hidden_UE: torch.Tensor, index_R: NDArray[np.int64], slots: Slots
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens and log-probs for ``slots``; sample r is drawn from hidden state ``index_R[r]`` (rising)."""
-        rows = self._rows
-        noise_R = uniforms(rows.seed[slots], rows.prompt_id[slots], rows.sample_index[slots], rows.num_output[slots])
+        noise_R = self._rows.next_uniforms(slots)
         tokens = np.empty(slots.size, dtype=np.int64)
         logprobs = np.empty(slots.size, dtype=np.float32)
         self.logits_seconds = 0.0

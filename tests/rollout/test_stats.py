@@ -1,0 +1,110 @@
+"""Accounting, by examples worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from sagc_fast.rollout.engine import RolloutEngine
+from sagc_fast.rollout.stats import StatsRecorder, idle_fraction, straggler_ratio, tail_fraction
+from sagc_fast.types import SamplingParams
+
+
+def forced(*lengths):
+    return [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
+
+
+def test_one_step_of_prefill_then_rows_that_end_one_by_one(helpers):
+    """Prompts of 5 and 3 tokens; lengths (1, 2, 8) and (2): rows per step 4, 3, 1, 1, 1, 1, 1, 1."""
+    engine = RolloutEngine(helpers.Model(), block_size=4)
+    groups = engine.generate([[1] * 5, [2] * 3], [3, 1], [forced(1, 2, 8), forced(2)])
+    stats = engine.stats
+    assert stats.active_rows == [4, 3, 1, 1, 1, 1, 1, 1]
+    assert stats.capacity_rows == 4
+    assert stats.num_steps == 8
+    assert stats.idle_fraction == pytest.approx(1 - 13 / 32)
+    assert stats.tail_fraction == pytest.approx(6 / 8)  # at most one of four rows
+    assert (stats.num_prompts, stats.num_completions) == (2, 4)
+    assert (stats.num_prompt_tokens, stats.num_prefill_tokens, stats.num_recomputed_tokens) == (8, 8, 0)
+    assert stats.num_output_tokens == 13
+    assert stats.mean_length == pytest.approx(13 / 4)
+    assert stats.max_length == 8
+    assert stats.straggler_ratio_max == pytest.approx(8 / 2)
+    assert stats.straggler_ratio_mean == pytest.approx((8 / 2 + 1) / 2)
+    assert stats.clipped_ratio == 1.0
+    assert stats.num_preemptions == 0
+    # Prompt blocks 2 + 1; in step 2 two of three rows of the first group write (one of them into the original).
+    assert stats.kv_blocks_peak == 4
+    assert stats.kv_bytes_total == stats.kv_blocks_total * engine.bytes_per_block()
+    assert not stats.is_filtered
+    assert [(c.first_step, c.last_step) for group in groups for c in group.completions] == [
+        (0, 0),
+        (0, 1),
+        (0, 7),
+        (0, 1),
+    ]
+
+
+def test_seconds_add_up(helpers):
+    engine = RolloutEngine(helpers.Model())
+    engine.generate([[1] * 5], 3, SamplingParams(max_new_tokens=9))
+    stats = engine.stats
+    parts = stats.prefill_seconds + stats.decode_seconds + stats.sample_seconds + stats.host_seconds
+    assert parts == pytest.approx(stats.total_seconds)
+    assert min(stats.prefill_seconds, stats.decode_seconds, stats.sample_seconds, stats.host_seconds) > 0
+    assert stats.output_tokens_per_second == pytest.approx(stats.num_output_tokens / stats.total_seconds)
+
+
+def test_chunked_prefill_samples_nothing_until_the_prompt_ends(helpers):
+    engine = RolloutEngine(helpers.Model(), max_batch_tokens=4)
+    engine.generate([[1] * 10], 2, [forced(2, 2)])
+    assert engine.stats.active_rows == [0, 0, 2, 2]
+    assert engine.stats.idle_fraction == pytest.approx(0.5)
+    assert engine.stats.tail_fraction == 0.0
+    assert engine.stats.num_prefill_tokens == 10
+
+
+def test_waves_fill_the_rows_again(helpers):
+    """Six completions of three tokens on two rows. Late siblings start from the saved logits row, without prefill."""
+    engine = RolloutEngine(helpers.Model(), max_num_seqs=2)
+    groups = engine.generate([[1] * 4], 6, [forced(3, 3, 3, 3, 3, 3)])
+    assert engine.stats.active_rows == [2] * 9
+    assert engine.stats.idle_fraction == 0.0
+    assert engine.stats.num_prefill_tokens == 4
+    assert [c.first_step for c in groups[0].completions] == [0, 0, 3, 3, 6, 6]
+
+
+def test_recomputation_is_counted_apart(helpers, engine_with_blocks):
+    model = helpers.Model()
+    engine = engine_with_blocks(model, 8, block_size=4)
+    engine.generate([[1] * 4, [2] * 4], [2, 2], [forced(20, 20), forced(20, 20)])
+    stats = engine.stats
+    assert stats.num_preemptions > 0
+    assert stats.num_recomputed_tokens == stats.num_prefill_tokens - 8 > 0
+    assert model.num_tokens == stats.num_prefill_tokens + 80 - 4
+    assert stats.kv_blocks_peak <= 8
+
+
+def test_model_time_is_divided_by_tokens():
+    recorder = StatsRecorder(capacity_rows=4)
+    recorder.add_step(1, 30, 5, 10, model_seconds=4.0, sample_seconds=0.5)
+    recorder.add_step(4, 0, 0, 4, model_seconds=1.0, sample_seconds=0.25)
+    recorder.add_step(2, 0, 0, 0, model_seconds=0.5, sample_seconds=0.25)
+    stats = recorder.result([], 10.0, 0, 0, 0, 0, is_filtered=False)
+    assert (stats.prefill_seconds, stats.decode_seconds, stats.sample_seconds) == (3.0, 2.5, 1.0)
+    assert stats.host_seconds == pytest.approx(3.5)
+    assert (stats.num_prefill_tokens, stats.num_recomputed_tokens) == (30, 5)
+
+
+def test_fractions_and_ratio_of_plain_lists():
+    assert idle_fraction([4, 4, 2], 4) == pytest.approx(1 / 6)
+    assert tail_fraction([0, 8, 8, 2, 1], 8) == pytest.approx(2 / 5)
+    assert straggler_ratio([1, 2, 3, 10]) == 4.0
+    assert idle_fraction([], 4) == tail_fraction([], 4) == 0.0
+
+
+def test_filters_are_flagged_unless_greedy(helpers):
+    engine = RolloutEngine(helpers.Model())
+    engine.generate([[1]], 2, SamplingParams(max_new_tokens=2, top_k=3))
+    assert engine.stats.is_filtered
+    engine.generate([[1]], 2, SamplingParams(max_new_tokens=2, top_k=3, temperature=0))
+    assert not engine.stats.is_filtered
