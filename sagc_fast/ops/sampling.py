@@ -41,7 +41,7 @@ def sample_tokens(
         z_RV.masked_fill_(is_removed_RV, float("-inf"))
     cumulative_RV = z_RV.exp().double().cumsum(-1)
     total_R1 = cumulative_RV[:, -1:]
-    # The threshold stays below the total even where u * total rounds up to it, so the last positive step is found.
+    # The threshold stays below the total even where u was rounded to 1, so the last positive step is found.
     threshold_R1 = torch.minimum(
         uniform_R.double().unsqueeze(1) * total_R1, torch.nextafter(total_R1, total_R1.new_zeros(()))
     )

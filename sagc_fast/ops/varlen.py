@@ -141,8 +141,7 @@ class _SharedPromptAttention(torch.autograd.Function):
         for batch in ctx.plan.segment_batches:
             grad, q, k, v, out = (x[batch.gather_SL].transpose(1, 2) for x in (grad_THD, q_THD, k_TKD, v_TKD, out_THD))
             lse = lse_TH[batch.gather_SL].transpose(1, 2)
-            # Padding weighs nothing: no gradient comes in, and an infinite log-sum-exp makes its probabilities nought.
-            grad.masked_fill_(batch.is_padding_SL[:, None, :, None], 0.0)
+            # An infinite log-sum-exp makes the probabilities of padding nought, and with them all its gradients.
             lse.masked_fill_(batch.is_padding_SL[:, None, :], float("inf"))
             parts = _flash_backward(grad, q, k, v, out, lse, 0.0, True, scale=ctx.scale)
             for total, part in zip(grads, parts, strict=True):

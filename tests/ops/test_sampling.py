@@ -48,7 +48,7 @@ def test_a_token_owns_its_interval_of_the_uniform() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 70), st.integers(0, 10**6), st.sampled_from([0.0, 5e-324, 2**-53, 0.5, LAST_UNIFORM]))
+@given(st.integers(1, 70), st.integers(0, 10**6), st.sampled_from([0.0, 5e-324, 2**-53, 0.5, LAST_UNIFORM, 1.0]))
 def test_no_token_of_probability_zero_at_any_edge(vocab: int, seed: int, u: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, vocab, generator=generator) * 40
