@@ -164,15 +164,16 @@ class CostAwareSAGC:
 class SecondsFit:
     """Least squares for seconds = a + b longest + c tokens, forgetting old steps; a, b, c stay >= 0.
 
-    The first guess counts as a few observations in its own scale, so that steps which are all alike, and so cannot tell
-    the three apart, leave their proportions as guessed.
+    The first guess counts as a small part of one observation, so that steps which are all alike, and so cannot tell the
+    three apart, leave their proportions as guessed.
     """
 
-    GUESS_WEIGHT = 0.1
+    GUESS_WEIGHT = 0.002
 
     def __init__(self, guess: np.ndarray, forgetting: float) -> None:
         self._guess = guess
         self._forgetting = forgetting
+        self._num_steps = 0.0
         self._gram = np.zeros((3, 3))
         self._moment = np.zeros(3)
         self.coefficients = guess.copy()
@@ -181,13 +182,13 @@ class SecondsFit:
         """One measured step: features (1, longest, tokens)."""
         if not 0.0 < seconds < math.inf:
             return
+        self._num_steps = self._forgetting * self._num_steps + 1.0
         self._gram = self._forgetting * self._gram + np.outer(features, features) / seconds**2
         self._moment = self._forgetting * self._moment + features / seconds
         self._solve()
 
     def _solve(self) -> None:
-        scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-30))
-        ridge = self.GUESS_WEIGHT * np.diag(scale**2)
+        ridge = np.diag(self.GUESS_WEIGHT / self._num_steps * np.maximum(np.diag(self._gram), 1e-30))
         level = self._level()
         free = [0, 1, 2]
         solution = np.zeros(3)
@@ -206,12 +207,10 @@ class SecondsFit:
         return max(1e-6, float(self._guess @ self._moment) / power) if power > 0.0 else 1.0
 
     def state(self) -> dict[str, Any]:
-        return {
-            "gram": self._gram.tolist(),
-            "moment": self._moment.tolist(),
-            "coefficients": self.coefficients.tolist(),
-        }
+        matrices = {"gram": self._gram, "moment": self._moment, "coefficients": self.coefficients}
+        return {"num_steps": self._num_steps} | {name: values.tolist() for name, values in matrices.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
+        self._num_steps = float(state["num_steps"])
         self._gram, self._moment = np.array(state["gram"]), np.array(state["moment"])
         self.coefficients = np.array(state["coefficients"])

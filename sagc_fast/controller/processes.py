@@ -63,7 +63,14 @@ class Mixture(LengthProcess):
     """Two ways to answer: a direct one around ``median`` and, with probability ``share``, a long one round ``long``."""
 
     long: float = 1500.0
+    """Median length of a long answer, tokens."""
     share: float = 0.1
+    """Probability of one, at most 1."""
+
+    def __post_init__(self) -> None:
+        LengthProcess.__post_init__(self)
+        if self.share > 1.0:
+            raise ConfigError(f"Length process Mixture: share is {self.share!r}; it must be a probability.")
 
     def _draw(self, rng: np.random.Generator, progress: float, problem_ids: np.ndarray, group_size: int) -> np.ndarray:
         shape = (len(problem_ids), group_size)
@@ -179,8 +186,11 @@ class Trace:
         """Lengths int64 [len(problem_ids), group_size]; ``problem_ids`` pick groups, modulo their number."""
         step = self.steps[min(int(progress * len(self.steps)), len(self.steps) - 1)]
         large = [group for group in step if len(group) >= group_size] or list(step)
-        groups = [large[int(index) % len(large)] for index in problem_ids]
-        return np.array([rng.choice(g, group_size, replace=len(g) < group_size) for g in groups], dtype=np.int64)
+        picked = [large[int(index) % len(large)] for index in problem_ids]
+        if len({len(group) for group in picked}) == 1 and len(picked[0]) >= group_size:
+            order = rng.random((len(picked), len(picked[0]))).argsort(axis=1)[:, :group_size]
+            return np.take_along_axis(np.array(picked, dtype=np.int64), order, axis=1)
+        return np.array([rng.choice(g, group_size, replace=len(g) < group_size) for g in picked], dtype=np.int64)
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -1,4 +1,4 @@
-"""Every value that the controller cannot use is refused with one clear sentence; every surprising one is warned about."""
+"""Every value that the controller cannot use is refused in one clear sentence; surprising ones are warned about."""
 
 from __future__ import annotations
 
