@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagc_fast.config import TrainConfig, changed_fields, field_reference
+from sagc_fast.config import ControllerOptions, TrainConfig, changed_fields, field_reference
 from sagc_fast.errors import ConfigError
 
 MINIMAL = {"model": {"path": "folder"}, "task": {"name": "addition"}}
@@ -36,7 +36,18 @@ def test_defaults_are_those_of_trl_and_dapo():
     c = config()
     assert (c.optimizer.learning_rate, c.optimizer.warmup_steps, c.rollout.temperature) == (1e-6, 20, 1.0)
     assert c.controller.candidates == (4, 8, 16)
-    assert (c.controller.tau, c.controller.delta, c.controller.eta, c.controller.gamma) == (2.0, 0.25, 0.1, 0.97)
+
+
+def test_the_controller_section_is_the_controllers_own_record():
+    """Fields and defaults of SAGCConfig are repeated in the configuration for its documentation; they must agree."""
+    from sagc_fast.controller import SAGCConfig
+
+    theirs = {f.name: f.default for f in fields(SAGCConfig)}
+    ours = {f.name: f.default for f in fields(ControllerOptions)}
+    assert {n: ours.get(n, "missing") for n in theirs if n not in ("adv_scale", "max_length")} == {
+        n: default for n, default in theirs.items() if n not in ("adv_scale", "max_length")
+    }
+    assert set(ours) - set(theirs) == {"kind", "group_size"}
 
 
 def test_records_are_frozen():

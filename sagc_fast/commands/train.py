@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from sagc_fast.errors import ConfigError
@@ -37,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args)
     from sagc_fast.train.trainer import Trainer
 
-    summary = Trainer(config, resume=args.resume, force=args.force).fit()
+    stream = sys.stderr if args.json else sys.stdout  # with --json, stdout holds that one line
+    summary = Trainer(config, resume=args.resume, force=args.force, stream=stream).fit()
+    if summary["is_interrupted"]:
+        print(f"stopped after step {summary['steps']}; to continue: {summary['resume_command']}", file=stream)
     if args.json:
         print(json.dumps(summary))
     return 0

@@ -1,4 +1,4 @@
-"""A policy of two layers, 32 wide, over twenty characters; a task of one-digit sums; configurations that use them."""
+"""The tiny policy and its configurations as fixtures."""
 
 from __future__ import annotations
 
@@ -7,51 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from sagc_fast.config import TrainConfig
-from sagc_fast.model.config import ModelConfig
-from sagc_fast.model.loader import random_model, save_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # scoring workers import train_scorers by name
-
-CHARACTERS = "0123456789+=-.,:ab \n"
-EOS = len(CHARACTERS)
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {c: i for i, c in enumerate(CHARACTERS)} | {"<eos>": EOS, "<unk>": EOS + 1}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-
-
-def make_policy(folder: Path, eos_bias: float = 1.5) -> Path:
-    """Random weights that like to end after a few characters, so that lengths differ and few reach the cap."""
-    config = ModelConfig.from_hf_dict(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": EOS + 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "eos_token_id": EOS,
-            "hidden_act": "silu",
-        }
-    )
-    model = random_model(config, seed=1)
-    with torch.no_grad():
-        model.lm_head_weight[EOS] *= eos_bias
-    save_model(model, folder, tokenizer=tiny_tokenizer())
-    return folder
+from train_tiny import make_policy, tiny_values
 
 
 @pytest.fixture(scope="session")
@@ -59,33 +19,12 @@ def policy(tmp_path_factory) -> Path:
     return make_policy(tmp_path_factory.mktemp("policy"))
 
 
-def tiny_values(policy: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """The configuration of a run of a few hundredths of a second per step, as nested plain values."""
-    values: dict[str, Any] = {
-        "model": {"path": str(policy)},
-        "task": {"name": "addition", "max_digits": 1, "max_terms": 2, "reward": "train_scorers:digits"},
-        "rollout": {"prompts_per_step": 3, "max_new_tokens": 12, "kv_budget_gb": 0.01, "max_num_seqs": 16},
-        "controller": {"candidates": [2, 4], "tau": 1.5, "delta": 0.4},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
-        "update": {"micro_batch_tokens": 64},
-        "evaluation": {"every": 2, "num_problems": 4},
-        "checkpoint": {"every": 2, "keep_last": 2},
-        "metrics": {"timeline_every": 2, "tensorboard": False, "display": "off"},
-        "steps": 4,
-        "seed": 3,
-        "threads": 1,
-        "run_dir": str(run_dir),
-    }
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
-    return values
-
-
 @pytest.fixture
 def tiny(policy, tmp_path):
     """``tiny(section={...}, ...)``: a TrainConfig with those changes."""
 
     def make(**sections: Any) -> TrainConfig:
-        return TrainConfig.from_dict(tiny_values(policy, tmp_path / "run", **sections))
+        run_dir = sections.pop("run_dir", tmp_path / "run")
+        return TrainConfig.from_dict(tiny_values(policy, run_dir, **sections))
 
     return make

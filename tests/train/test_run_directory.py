@@ -1,0 +1,112 @@
+"""The run directory: taken once, described by its own files, resumed only as what it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sagc_fast.config import TrainConfig
+from sagc_fast.errors import CheckpointError, ConfigError
+from sagc_fast.train.run_directory import RunDirectory
+
+
+def opened(config: TrainConfig, **kwargs) -> None:
+    with RunDirectory(config, **kwargs):
+        pass
+
+
+def test_it_describes_itself(tiny):
+    config = tiny()
+    with RunDirectory(config) as directory:
+        assert TrainConfig.from_yaml(directory.path / "config.yaml") == config
+        versions = json.loads((directory.path / "versions.json").read_text())
+    assert versions["torch"].startswith("2.")
+    assert versions["seed"] == config.seed
+    assert len(versions["starts"]) == 1
+    opened(config, resume=True)
+    assert len(json.loads((directory.path / "versions.json").read_text())["starts"]) == 2
+
+
+def test_a_directory_that_exists_names_both_remedies(tiny):
+    config = tiny()
+    opened(config)
+    with pytest.raises(CheckpointError, match=r"exists; continue it with --resume, or choose another with --run-dir"):
+        opened(config)
+
+
+def test_an_empty_directory_may_be_used_and_a_foreign_one_not(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    opened(tiny())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match="exists"):
+        opened(tiny(run_dir=str(tmp_path / "other")))
+    with pytest.raises(CheckpointError, match="exists"):
+        opened(tiny(run_dir=str(tmp_path / "other" / "thesis.tex")))
+
+
+def test_resuming_nothing_starts_anew(tiny):
+    opened(tiny(), resume=True)
+
+
+def test_changed_fields_are_named_and_refused_unless_forced(tiny):
+    opened(tiny())
+    changed = tiny(rollout={"temperature": 0.5}, seed=9)
+    with pytest.raises(ConfigError, match=r"rollout.temperature \(1.0 -> 0.5\), seed \(3 -> 9\).*--force"):
+        opened(changed, resume=True)
+    opened(changed, resume=True, force=True)
+    opened(changed, resume=True)
+
+
+def test_steps_and_bookkeeping_may_change_freely(tiny):
+    opened(tiny())
+    opened(tiny(steps=99, checkpoint={"every": 7}, metrics={"timeline_every": 1}, reward={"workers": 2}), resume=True)
+
+
+def test_two_processes_cannot_share_it(tiny):
+    config = tiny()
+    with RunDirectory(config) as directory:
+        (directory.path / "taken.yaml").write_text(config.to_yaml())
+        code = (
+            "import sys\nfrom sagc_fast.config import TrainConfig\n"
+            "from sagc_fast.train.run_directory import RunDirectory\n"
+            "RunDirectory(TrainConfig.from_yaml(sys.argv[1]), resume=True)"
+        )
+        command = [sys.executable, "-c", code, str(directory.path / "taken.yaml")]
+        result = subprocess.run(command, capture_output=True, text=True)
+    assert "Another process is training in" in result.stderr
+
+
+@pytest.mark.parametrize(("code", "reason"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "not writable")])
+def test_a_place_that_cannot_be_written(tiny, monkeypatch, code, reason):
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match=reason):
+        opened(tiny())
+
+
+def test_another_environment_is_said(tiny, caplog):
+    config = tiny()
+    with RunDirectory(config) as directory:
+        pass
+    path = directory.path / "versions.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "1.0"}))
+    opened(config, resume=True)
+    assert "torch differ" in caplog.text
+
+
+def test_the_log_holds_what_was_said(tiny):
+    import logging
+
+    with RunDirectory(tiny()) as directory:
+        logging.getLogger("sagc_fast.train.somewhere").warning("watch %s", "out")
+    logging.getLogger("sagc_fast").warning("afterwards")
+    assert "watch out" in (directory.path / "log.txt").read_text()
+    assert "afterwards" not in (directory.path / "log.txt").read_text()

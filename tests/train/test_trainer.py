@@ -1,0 +1,358 @@
+"""The loop end to end on a tiny policy: what it writes, how it stops, and that it continues to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from train_tiny import tiny_values
+
+from sagc_fast.config import TrainConfig
+from sagc_fast.errors import CheckpointError, ConfigError, ModelLoadError, RewardError, SagcError
+from sagc_fast.train import files
+from sagc_fast.train.trainer import Trainer
+
+STEP_FIELDS = {
+    "event", "step", "time_seconds", "controller", "group_size", "lambda", "delta", "tau", "num_groups",
+    "num_straggler_groups", "straggler_rate", "straggler_ratio_mean", "straggler_ratio_max", "clipped_ratio",
+    "reward_mean", "reward_std", "outcome_mean", "num_groups_kept", "num_groups_sampled", "length_mean", "length_max",
+    "length_quantiles", "num_output_tokens", "num_prompt_tokens", "num_update_tokens", "rollout_seconds",
+    "reward_seconds", "update_seconds", "checkpoint_seconds", "step_seconds", "tokens_per_second", "idle_fraction",
+    "tail_fraction", "num_preemptions", "loss", "grad_norm", "clip_low_fraction", "clip_high_fraction", "entropy", "kl",
+    "logprob_diff_mean", "logprob_diff_max", "learning_rate", "num_reward_errors", "is_skipped",
+}  # fmt: skip
+EVAL_FIELDS = {
+    "event", "step", "name", "num_problems", "temperature", "accuracy", "accuracy_stderr", "reward_mean", "length_mean",
+    "clipped_ratio", "eval_seconds",
+}  # fmt: skip
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_seconds(path: Path) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.endswith("_seconds") and "per_second" not in k} for r in read(path)]
+
+
+def events(run_dir: Path | str, kind: str) -> list[dict]:
+    return [r for r in read(Path(run_dir) / "metrics.jsonl") if r["event"] == kind]
+
+
+def assert_same_run(a: Path, b: Path, step: int) -> None:
+    for name in ("metrics.jsonl", "lengths.jsonl", "timeline.jsonl"):
+        assert without_seconds(a / name) == without_seconds(b / name), name
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        folder = f"checkpoints/step-{step:06d}"
+        assert (a / folder / name).read_bytes() == (b / folder / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def straight(policy, tmp_path_factory) -> Path:
+    """The run directory of the four steps of the plain tiny configuration, never interrupted."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    Trainer(TrainConfig.from_dict(tiny_values(policy, run_dir))).fit()
+    return run_dir
+
+
+@pytest.mark.parametrize("kind", ["sagc", "fixed"])
+def test_a_run_leaves_what_it_promises(tiny, kind):
+    config = tiny(controller={"kind": kind, "group_size": 3})
+    summary = Trainer(config).fit()
+    run_dir = Path(config.run_dir)
+    assert sorted(p.name for p in run_dir.iterdir() if not p.name.startswith(".")) == [
+        "checkpoints", "config.yaml", "lengths.jsonl", "log.txt", "metrics.jsonl", "timeline.jsonl", "versions.json",
+    ]  # fmt: skip
+    steps, evals = events(run_dir, "step"), events(run_dir, "eval")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert all(set(r) >= STEP_FIELDS for r in steps)
+    assert [r["step"] for r in evals] == [0, 2, 4]
+    assert all(set(r) >= EVAL_FIELDS for r in evals)
+    assert all(("arms" in r) == (kind == "sagc") for r in steps)
+    if kind == "fixed":
+        assert {r["group_size"] for r in steps} == {3}
+    else:
+        assert set(steps[-1]["arms"]) == {"2", "4"}
+        assert set(steps[-1]["arms"]["2"]) == {"mean", "low", "high", "pulls"}
+    assert [r["time_seconds"] for r in steps] == sorted(r["time_seconds"] for r in steps)
+    assert all(r["logprob_diff_mean"] < 1e-5 for r in steps if r["logprob_diff_mean"] is not None)
+    trace = read(run_dir / "lengths.jsonl")
+    assert [[len(g) for g in r["lengths"]] for r in trace] == [[r["group_size"]] * 3 for r in trace]
+    assert [r["problem_ids"] for r in trace] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    timeline = read(run_dir / "timeline.jsonl")
+    assert [r["step"] for r in timeline] == [1, 2, 4]
+    for line in timeline:
+        for row in line["rows"]:
+            assert row["last_step"] - row["first_step"] + 1 == row["length"]
+        assert sum(row["length"] for row in line["rows"]) == sum(line["active_rows"])
+    assert summary["accuracy_before"] == evals[0]["accuracy"]
+    assert summary["accuracy_after"] == evals[-1]["accuracy"]
+    assert not summary["is_interrupted"]
+
+
+def test_the_reward_rises(tiny):
+    """A few dozen steps of a policy that is paid for digits."""
+    config = tiny(
+        steps=12,
+        rollout={"prompts_per_step": 4},
+        controller={"kind": "fixed", "group_size": 8},
+        evaluation={"every": 0, "num_problems": 32},
+        checkpoint={"every": 0, "keep_best": False},
+    )
+    summary = Trainer(config).fit()
+    first, last = events(config.run_dir, "eval")
+    assert last["reward_mean"] > first["reward_mean"] + 0.1
+    assert summary["accuracy_after"] > summary["accuracy_before"]
+
+
+def test_the_policy_version_counts_steps_and_weights_change_in_place(tiny):
+    trainer = Trainer(tiny())
+    trainer.fit()
+    assert trainer.engine.policy_version == 4
+    assert trainer.optimizer.num_updates == 4
+
+
+def test_a_checkpoint_is_a_model_that_transformers_loads(tiny):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = tiny(steps=2)
+    trainer = Trainer(config)
+    trainer.fit()
+    folder = Path(config.run_dir) / "checkpoints" / "step-000002"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)("12+34=")["input_ids"])
+    ours = trainer.engine.model.forward_dense(ids)
+    torch.testing.assert_close(theirs(ids[None]).logits[0], ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"algo": {"name": "dapo"}, "controller": {"hold": "tokens"}},
+        {"model": {"dtype": "bf16"}, "algo": {"kl_beta": 0.1}, "update": {"old_logprobs": "recompute"}},
+        {"update": {"num_epochs": 2, "num_minibatches": 2}, "controller": {"hold": "completions"}},
+    ],
+    ids=["grpo", "dapo-tokens", "bf16-kl-recompute", "epochs-completions"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tiny, tmp_path, sections):
+    """Stopped after step 3 as by a crash: everything after the checkpoint of step 2 is lost and done again."""
+    straight = tiny(steps=5, run_dir=tmp_path / "straight", **sections)
+    Trainer(straight).fit()
+    broken = tiny(steps=5, run_dir=tmp_path / "broken", **sections)
+    trainer = Trainer(broken)
+    crash_after(trainer, step=3)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    assert len(events(broken.run_dir, "step")) == 3
+    Trainer(broken, resume=True).fit()
+    assert_same_run(tmp_path / "straight", tmp_path / "broken", step=5)
+
+
+def crash_after(trainer: Trainer, step: int) -> None:
+    """A bug in the middle of the run, after the step's lines are written and before its checkpoint."""
+    original = trainer._evaluate_if_due
+
+    def crash():
+        if trainer.state.step >= step:
+            raise ZeroDivisionError
+        original()
+
+    trainer._evaluate_if_due = crash
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(tiny, tmp_path, straight):
+    config = tiny(run_dir=tmp_path / "broken")
+    trainer = Trainer(config)
+    crash_after(trainer, step=1)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    Trainer(config, resume=True).fit()
+    assert_same_run(straight, tmp_path / "broken", step=4)
+
+
+def test_a_run_may_grow_and_a_complete_one_says_so(tiny, tmp_path, caplog):
+    Trainer(tiny(steps=6, evaluation={"num_problems": 0}, run_dir=tmp_path / "straight")).fit()
+    short = tiny(steps=3, evaluation={"num_problems": 0}, run_dir=tmp_path / "grown")
+    Trainer(short).fit()
+    before = (tmp_path / "grown" / "metrics.jsonl").read_bytes()
+    Trainer(short, resume=True).fit()
+    assert "the run is complete at step 3" in caplog.text
+    assert (tmp_path / "grown" / "metrics.jsonl").read_bytes() == before
+    Trainer(tiny(steps=6, evaluation={"num_problems": 0}, run_dir=tmp_path / "grown"), resume=True).fit()
+    assert without_seconds(tmp_path / "straight" / "metrics.jsonl") == without_seconds(
+        tmp_path / "grown" / "metrics.jsonl"
+    )
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_and_not_bits(tiny, tmp_path, caplog, straight):
+    shutil.copytree(straight, tmp_path / "damaged")
+    os.truncate(tmp_path / "damaged" / "checkpoints" / "step-000004" / "optimizer.safetensors", 200)
+    Trainer(tiny(run_dir=tmp_path / "damaged"), resume=True).fit()
+    assert "step-000004 is damaged" in caplog.text
+    assert_same_run(straight, tmp_path / "damaged", step=4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tiny, tmp_path, number, straight):
+    config = tiny(run_dir=tmp_path / "stopped")
+    trainer = Trainer(config)
+    handler = signal.getsignal(number)
+    original = trainer._train_step
+
+    def step_with_signal():
+        if trainer.state.step == 2:
+            os.kill(os.getpid(), number)
+        original()
+
+    trainer._train_step = step_with_signal
+    summary = trainer.fit()
+    assert summary["is_interrupted"]
+    assert summary["steps"] == 3
+    assert summary["resume_command"] == f"sagc-fast train --resume --run-dir {tmp_path / 'stopped'}"
+    assert (tmp_path / "stopped" / "checkpoints" / "step-000003").is_dir()
+    assert signal.getsignal(number) == handler
+    assert "after the current step" in (tmp_path / "stopped" / "log.txt").read_text()
+    Trainer(config, resume=True).fit()
+    assert_same_run(straight, tmp_path / "stopped", step=4)
+
+
+def test_the_best_checkpoint_stays(tiny):
+    config = tiny(steps=6, evaluation={"every": 1, "num_problems": 16}, checkpoint={"every": 0, "keep_last": 1})
+    trainer = Trainer(config)
+    trainer.fit()
+    best = max(events(config.run_dir, "eval"), key=lambda r: (r["accuracy"], -r["step"]))
+    kept = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").iterdir())
+    wanted = {"step-000006"} | ({f"step-{best['step']:06d}"} if best["step"] else set())
+    assert set(kept) == wanted
+    assert trainer.state.best_accuracy == best["accuracy"]
+
+
+def test_a_full_disk_at_a_checkpoint_is_one_sentence_and_costs_nothing_before(tiny, tmp_path, monkeypatch, straight):
+    config = tiny(run_dir=tmp_path / "full")
+    trainer = Trainer(config)
+
+    def full(path):
+        if trainer.state.step == 4:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sagc_fast.train.checkpoint.fsync_file", full)
+    with pytest.raises(
+        CheckpointError, match=r"step-000004 cannot be written: the disk is full.*step-000002 is intact"
+    ):
+        trainer.fit()
+    monkeypatch.undo()
+    Trainer(config, resume=True).fit()
+    assert_same_run(straight, tmp_path / "full", step=4)
+
+
+def test_a_loss_that_is_not_finite_is_skipped_counted_and_dumped(tiny, monkeypatch):
+    config = tiny(steps=6, update={"max_bad_steps": 3})
+    trainer = Trainer(config)
+    poison(monkeypatch, trainer, steps={2, 4, 5})
+    trainer.fit()
+    records = events(config.run_dir, "step")
+    assert [r["is_skipped"] for r in records] == [False, True, False, True, True, False]
+    assert records[1]["loss"] is None
+    dumps = sorted(p.name for p in (Path(config.run_dir) / "nonfinite").iterdir())
+    assert dumps == ["step-000002.json", "step-000004.json", "step-000005.json"]
+    dump = json.loads((Path(config.run_dir) / "nonfinite" / dumps[0]).read_text())
+    assert dump["groups"][0]["prompt"]
+    assert len(dump["groups"][0]["completions"]) == records[1]["group_size"]
+
+
+def test_too_many_of_them_in_a_row_stop_the_run(tiny, monkeypatch):
+    config = tiny(steps=6, update={"max_bad_steps": 2})
+    trainer = Trainer(config)
+    poison(monkeypatch, trainer, steps={3, 4})
+    with pytest.raises(SagcError, match="not finite in 2 steps in a row"):
+        trainer.fit()
+    assert len(events(config.run_dir, "step")) == 4
+
+
+def poison(monkeypatch, trainer: Trainer, steps: set[int]) -> None:
+    import sagc_fast.train.update as update
+
+    original = update.policy_loss
+
+    def poisoned(*args, **kwargs):
+        output = original(*args, **kwargs)
+        if trainer.state.step + 1 in steps:
+            return type(output)(output.loss * math.nan, output.metrics)
+        return output
+
+    monkeypatch.setattr(update, "policy_loss", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "words"),
+    [
+        ("constant", "no completion is judged correct"),
+        ("always_right", "every completion is correct"),
+        ("raises", "every completion's scorer failed (raise: ValueError: no reward today"),
+    ],
+)
+def test_no_learning_signal_raises_one_alarm(tiny, scorer, words):
+    config = tiny(steps=5, task={"reward": f"train_scorers:{scorer}"}, checkpoint={"every": 0, "keep_best": False})
+    Trainer(config).fit()
+    alarms = [line for line in (Path(config.run_dir) / "log.txt").read_text().splitlines() if "ALARM" in line]
+    assert words in alarms[0]
+    assert len(alarms) == (2 if scorer == "raises" else 1)
+    assert events(config.run_dir, "step")[0]["num_reward_errors"] == (6 if scorer == "raises" else 0)
+
+
+def test_dynamic_sampling_without_signal_skips_the_update_and_goes_on(tiny):
+    config = tiny(steps=2, algo={"name": "dapo"}, task={"reward": "train_scorers:always_wrong"})
+    trainer = Trainer(config)
+    trainer.fit()
+    for record in events(config.run_dir, "step"):
+        assert (record["is_skipped"], record["num_groups_kept"], record["num_groups_sampled"]) == (True, 0, 12)
+        assert record["num_groups"] == 3
+    assert trainer.state.position == 24
+
+
+def test_mistakes_leave_no_run_directory_behind(tiny, tmp_path):
+    for sections, error in (
+        ({"model": {"path": str(tmp_path / "nowhere")}}, ModelLoadError),
+        ({"task": {"reward": "train_scorers:nothing"}}, RewardError),
+        ({"task": {"max_digitz": 2}}, ConfigError),
+    ):
+        config = tiny(**sections)
+        with pytest.raises(error):
+            Trainer(config).fit()
+        assert not Path(config.run_dir).exists()
+
+
+def test_a_model_without_tokenizer_is_named(tiny, policy, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(policy / name, bare / name)
+    with pytest.raises(ModelLoadError, match="has no tokenizer"):
+        Trainer(tiny(model={"path": str(bare)})).fit()
+
+
+def test_torch_and_warnings_are_left_as_they_were(tiny):
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    Trainer(tiny(steps=1)).fit()
+    assert (torch.get_num_threads(), torch.get_deterministic_debug_mode()) == before
+
+
+def test_state_of_another_version_is_refused(tiny, monkeypatch):
+    config = tiny(steps=2)
+    Trainer(config).fit()
+    path = Path(config.run_dir) / "checkpoints" / "step-000002"
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "novelty": 1}))
+    manifest = json.loads((path / "manifest.json").read_text())
+    entry = {"bytes": (path / "state.json").stat().st_size, "sha256": files.checksum(path / "state.json")}
+    manifest["files"]["state.json"] = entry
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="another version"):
+        Trainer(config, resume=True).fit()
