@@ -11,7 +11,7 @@ namespace {
 
 struct AttentionRow {
   int32_t token, head, sequence, visible;
-  float max, sum;
+  float max, sum, factor;         // of the online softmax; the factor shrinks the output so far when the maximum rises
   float scores[kAttentionChunk];  // of the current chunk: scores, then their exponentials
 };
 
@@ -70,41 +70,64 @@ void chunk_pointers(const AttentionArgs& a, int32_t sequence, int64_t kv_head, i
   for (int j = count; j % 8 != 0; j++) k[j] = k[count - 1], v[j] = v[count - 1];
 }
 
+// Fetches the K and V rows of the chunk that comes next, for the positions that are worked on in this one.
+template <class C>
+struct NextChunk {
+  const C *const *k = nullptr, *const *v = nullptr;
+  int count = 0;
+  int64_t bytes = 0;
+
+  void fetch(int begin, int end) const {
+    for (int j = begin; j < end && j < count; j++)
+      for (int64_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(k[j]) + at, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(v[j]) + at, 0, 2);
+      }
+  }
+};
+
 // Scores of `count` positions for ROWS rows; those a row does not see are computed too and dropped by softmax_row.
 template <int ROWS, int COLS, class C>
-void score_rows(AttentionState& s, const int* rows, const C* const* k, int count, int64_t head_dim) {
+inline __attribute__((always_inline)) void score_rows(AttentionState& s, const int* rows, const C* const* k, int count,
+                                                      int64_t head_dim, const NextChunk<C>& next) {
   const float* q[ROWS];
-  for (int r = 0; r < ROWS; r++) q[r] = s.q + rows[r] * s.width;
-  float out[ROWS * COLS];
+  float* out[ROWS];
+  for (int r = 0; r < ROWS; r++) q[r] = s.q + rows[r] * s.width, out[r] = s.rows[rows[r]].scores;
   for (int j = 0; j < count; j += COLS) {
-    dot_tile<ROWS, COLS, false>(q, k + j, head_dim, out, COLS);
-    for (int r = 0; r < ROWS; r++)
-      for (int c = 0; c < COLS; c++) s.rows[rows[r]].scores[j + c] = out[r * COLS + c];
+    next.fetch(j, j + COLS);
+    dot_tile<ROWS, COLS, false>(q, k + j, head_dim, out);
+    for (int r = 0; r < ROWS; r++) out[r] += COLS;
   }
+  next.fetch(count, kAttentionChunk);
 }
 
 // Scores -> exponentials; returns the factor by which the output so far has to shrink.
-inline float softmax_row(AttentionRow& row, int count) {
+inline __attribute__((always_inline)) float softmax_row(AttentionRow& row, int count) {
   Vec top = Vec::splat(row.max);
-  for (int j = 0; j < count; j += Vec::kWidth) {
-    Vec x = Vec::load(row.scores + j);
-    if (j + Vec::kWidth > count) x = Vec::keep_first(x, count - j, -__builtin_inff());
-    x.store(row.scores + j);
-    top = Vec::max(top, x);
+  int j = 0;
+  for (; j + Vec::kWidth <= count; j += Vec::kWidth) top = Vec::max(top, Vec::load(row.scores + j));
+  if (j < count) {
+    Vec last = Vec::keep_first(Vec::load(row.scores + j), count - j, -__builtin_inff());
+    last.store(row.scores + j);
+    top = Vec::max(top, last);
   }
   const float max = top.max();
   const Vec shift = Vec::splat(max);
   Vec sum = Vec::zero();
-  for (int j = 0; j < count; j += Vec::kWidth) {
+  for (j = 0; j < count; j += Vec::kWidth) {
     Vec p = exp(Vec::load(row.scores + j) - shift);
     p.store(row.scores + j);
     sum = sum + p;
   }
-  float factor[Vec::kWidth];
-  exp(Vec::splat(row.max - max)).store(factor);
+  float factor = 1.0f;  // what exp(0) gives, to the bit
+  if (!(max == row.max)) {
+    float lanes[Vec::kWidth];
+    exp(Vec::splat(row.max - max)).store(lanes);
+    factor = lanes[0];
+  }
   row.max = max;
-  row.sum = row.sum * factor[0] + sum.sum();
-  return factor[0];
+  row.sum = row.sum * factor + sum.sum();
+  return factor;
 }
 
 // o[r] = o[r] * factor[r] + sum over positions [begin, end) of p[r][j] * v[j], for VECS vectors of the head from `at` on.
@@ -134,7 +157,7 @@ inline __attribute__((always_inline)) void weigh_tile(float* const* o, const flo
 }
 
 template <int ROWS, class C>
-void weigh_rows(float* const* o, const float* const* p, const float* factor, const C* const* v, int begin, int end,
+inline __attribute__((always_inline)) void weigh_rows(float* const* o, const float* const* p, const float* factor, const C* const* v, int begin, int end,
                 int64_t head_dim) {
   constexpr int kMost = ROWS == 1 ? 8 : ROWS == 2 ? 6 : 4;  // vectors at a time: as many accumulators as registers allow
   int64_t at = 0;
@@ -152,20 +175,34 @@ void weigh_rows(float* const* o, const float* const* p, const float* factor, con
     }
 }
 
-// One chunk for ROWS rows, of which row r sees counts[r] positions (at least one).
+// The rows that see something of a chunk, and how many of its positions each of them sees.
+struct ActiveRows {
+  int rows[kAttentionRows], counts[kAttentionRows], size = 0;
+};
+
+// First half of a chunk's work for ROWS active rows from `at` on: scores and exponentials.
 template <int ROWS, class C>
-void attend_rows(AttentionState& s, const int* rows, const int* counts, const C* const* k, const C* const* v,
-                 int64_t head_dim) {
-  int most = counts[0], least = counts[0];
-  for (int r = 1; r < ROWS; r++) most = most > counts[r] ? most : counts[r], least = least < counts[r] ? least : counts[r];
-  score_rows<ROWS, ROWS == 1 ? 8 : 4>(s, rows, k, most, head_dim);
-  float factor[ROWS];
-  float* o[ROWS];
+void score_step(AttentionState& s, const ActiveRows& active, int at, const C* const* k, int64_t head_dim,
+                const NextChunk<C>& next) {
+  const int *rows = active.rows + at, *counts = active.counts + at;
+  int most = counts[0];
+  for (int r = 1; r < ROWS; r++) most = most > counts[r] ? most : counts[r];
+  score_rows<ROWS, ROWS == 1 ? 8 : 4>(s, rows, k, most, head_dim, next);
+  for (int r = 0; r < ROWS; r++) s.rows[rows[r]].factor = softmax_row(s.rows[rows[r]], counts[r]);
+}
+
+// Second half: the weighted sum of the values, together as far as all ROWS rows see, then each row's remainder.
+template <int ROWS, class C>
+void weigh_step(AttentionState& s, const ActiveRows& active, int at, const C* const* v, int64_t head_dim) {
+  const int *rows = active.rows + at, *counts = active.counts + at;
+  float factor[ROWS], *o[ROWS];
   const float* p[ROWS];
+  int least = counts[0];
   for (int r = 0; r < ROWS; r++) {
-    factor[r] = softmax_row(s.rows[rows[r]], counts[r]);
+    factor[r] = s.rows[rows[r]].factor;
     o[r] = s.o + rows[r] * s.width;
     p[r] = s.rows[rows[r]].scores;
+    least = least < counts[r] ? least : counts[r];
   }
   weigh_rows<ROWS>(o, p, factor, v, 0, least, head_dim);
   const float one = 1.0f;
@@ -173,28 +210,47 @@ void attend_rows(AttentionState& s, const int* rows, const int* counts, const C*
     if (counts[r] > least) weigh_rows<1>(o + r, p + r, &one, v, least, counts[r], head_dim);
 }
 
+// A chunk for all its rows: all scores before all values, so that K and V pass through the L1 cache one after the other.
+template <class C>
+void attend_chunk(AttentionState& s, const ActiveRows& active, const C* const* k, const C* const* v, int64_t head_dim,
+                  const NextChunk<C>& next) {
+  const NextChunk<C> none;
+  int r = 0;
+  for (; r + 3 <= active.size; r += 3) score_step<3>(s, active, r, k, head_dim, r == 0 ? next : none);
+  if (active.size - r == 2) score_step<2>(s, active, r, k, head_dim, r == 0 ? next : none);
+  if (active.size - r == 1) score_step<1>(s, active, r, k, head_dim, r == 0 ? next : none);
+  for (r = 0; r + 3 <= active.size; r += 3) weigh_step<3>(s, active, r, v, head_dim);
+  if (active.size - r == 2) weigh_step<2>(s, active, r, v, head_dim);
+  if (active.size - r == 1) weigh_step<1>(s, active, r, v, head_dim);
+}
+
 // Rows [begin, end), which hold the same blocks here, over chunks [first_chunk, end_chunk) as far as each one sees.
 template <class C>
 void walk_chunks(const AttentionArgs& a, AttentionState& s, int64_t kv_head, int begin, int end, int64_t first_chunk,
                  int64_t end_chunk) {
-  const C *k[kAttentionChunk], *v[kAttentionChunk];
-  for (int64_t chunk = first_chunk; chunk < end_chunk; chunk++) {
-    const int64_t start = chunk * kAttentionChunk;
-    int rows[kAttentionRows], counts[kAttentionRows], active = 0, most = 0;
+  const C *k[2][kAttentionChunk], *v[2][kAttentionChunk];
+  int64_t visible = 0;
+  for (int r = begin; r < end; r++) visible = visible > s.rows[r].visible ? visible : s.rows[r].visible;
+  visible = visible < end_chunk * kAttentionChunk ? visible : end_chunk * kAttentionChunk;
+  auto locate = [&](int64_t chunk) {
+    const int64_t start = chunk * kAttentionChunk, left = visible - start;
+    const int count = static_cast<int>(left < 0 ? 0 : left < kAttentionChunk ? left : kAttentionChunk);
+    if (count > 0) chunk_pointers(a, s.rows[begin].sequence, kv_head, start, count, k[chunk % 2], v[chunk % 2]);
+    return count;
+  };
+  for (int64_t chunk = first_chunk, count = locate(chunk); count > 0; chunk++) {
+    const int64_t start = chunk * kAttentionChunk, page = chunk % 2;
+    const int next_count = locate(chunk + 1);
+    const NextChunk<C> next{k[1 - page], v[1 - page], next_count, a.head_dim * int64_t{sizeof(C)}};
+    ActiveRows active;
     for (int r = begin; r < end; r++) {
-      int64_t left = s.rows[r].visible - start;
+      const int64_t left = s.rows[r].visible - start;
       if (left <= 0) continue;
-      rows[active] = r;
-      counts[active] = static_cast<int>(left < kAttentionChunk ? left : kAttentionChunk);
-      most = most > counts[active] ? most : counts[active];
-      active++;
+      active.rows[active.size] = r;
+      active.counts[active.size++] = static_cast<int>(left < kAttentionChunk ? left : kAttentionChunk);
     }
-    if (active == 0) return;
-    chunk_pointers(a, s.rows[begin].sequence, kv_head, start, most, k, v);
-    int r = 0;
-    for (; r + 3 <= active; r += 3) attend_rows<3>(s, rows + r, counts + r, k, v, a.head_dim);
-    if (active - r == 2) attend_rows<2>(s, rows + r, counts + r, k, v, a.head_dim);
-    if (active - r == 1) attend_rows<1>(s, rows + r, counts + r, k, v, a.head_dim);
+    attend_chunk(s, active, k[page], v[page], a.head_dim, next);
+    count = next_count;
   }
 }
 

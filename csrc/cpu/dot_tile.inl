@@ -8,10 +8,10 @@
 
 namespace {
 
-// out[r * out_stride + c] (+)= dot(x row r, w row c) over `width` elements; x is padded so that whole vectors can be read.
+// out[r][c] (+)= dot(x row r, w row c) over `width` elements.
 template <int ROWS, int COLS, bool ACCUMULATE, class W>
-inline __attribute__((always_inline)) void dot_tile(const float* const* x, const W* const* w, int64_t width, float* out,
-                                                    int64_t out_stride) {
+inline __attribute__((always_inline)) void dot_tile(const float* const* x, const W* const* w, int64_t width,
+                                                    float* const* out) {
   static_assert(COLS % 4 == 0, "four sums are reduced at a time");
   Vec acc[ROWS][COLS];
   const float* xr[ROWS];
@@ -56,8 +56,7 @@ inline __attribute__((always_inline)) void dot_tile(const float* const* x, const
     for (int c = 0; c < COLS; c += 4) {
       float sums[4];
       Vec::sum4(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3], sums);
-      float* o = out + r * out_stride + c;
-      for (int j = 0; j < 4; j++) o[j] = ACCUMULATE ? o[j] + sums[j] : sums[j];
+      for (int j = 0; j < 4; j++) out[r][c + j] = ACCUMULATE ? out[r][c + j] + sums[j] : sums[j];
     }
 }
 

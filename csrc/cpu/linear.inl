@@ -56,11 +56,13 @@ template <int ROWS, bool ACCUMULATE>
 inline __attribute__((always_inline)) void panel_rows(const float* x, int64_t x_stride, const float* w, int64_t w_stride,
                                                       int64_t width, int columns, float* out, Prefetch& prefetch) {
   const float *xr[ROWS], *wc[4];
-  for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride;
+  float* o[ROWS];
+  for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride, o[r] = out + r * kPanel;
   for (int c = 0; c < columns; c += 4) {
     prefetch.advance();
     for (int j = 0; j < 4; j++) wc[j] = w + (c + j) * w_stride;
-    dot_tile<ROWS, 4, ACCUMULATE>(xr, wc, width, out + c, kPanel);
+    dot_tile<ROWS, 4, ACCUMULATE>(xr, wc, width, o);
+    for (int r = 0; r < ROWS; r++) o[r] += 4;
   }
 }
 
