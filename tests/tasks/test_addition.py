@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sagc_fast.errors import ConfigError
-from sagc_fast.tasks import Problem, make_task
-from sagc_fast.tasks.addition import AdditionConfig, AdditionTask, is_heldout, score
+from sagc_fast.model.loader import load_tokenizer
+from sagc_fast.rollout.engine import RolloutEngine
+from sagc_fast.tasks import Problem, addition_sft, make_task, tokenize_prompt
+from sagc_fast.tasks.addition import AdditionConfig, AdditionTask, is_heldout, policy_folder, score
+from sagc_fast.types import SamplingParams
 
 
 def test_problems_depend_on_split_seed_and_index_alone():
@@ -103,6 +109,92 @@ def test_the_task_needs_no_torch():
     subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=True)
 
 
+# ---- the shipped policy and how it is made --------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=5), st.integers(0, 10**6))
+def test_every_worked_answer_is_true_in_every_clause(terms, seed):
+    answer = addition_sft.draw_answer(random.Random(seed), terms, max_length=10_000)
+    workings, _, final = answer.rpartition(">")
+    assert int(final) == sum(terms)
+    assert score(answer, Problem("", answer=sum(terms))) == 1.0
+    passes = workings.split("?") if workings else []
+    assert passes == [addition_sft.worked(terms)] * len(passes)
+    for part in passes[:1]:
+        clauses = [clause.split("=") for pair in part.split(";") for clause in pair.split(",")]
+        for *_, summands, total in clauses:
+            assert sum(map(int, summands.split("+"))) == int(total)
+        columns = [int(total) for *_, total in [c.split("=") for c in part.split(";")[-1].split(",")]]
+        assert int(str(columns[-1]) + "".join(str(c % 10) for c in columns[-2::-1])) == sum(terms)
+
+
+@given(st.integers(0, 10**6))
+def test_answers_fit_the_length_cap_whenever_one_pass_does(index):
+    task = AdditionTask()
+    terms = task.problem("train", index).meta["terms"]
+    answer = addition_sft.draw_answer(random.Random(index), terms, task.max_new_tokens)
+    assert len(addition_sft.encode(answer)) + 1 <= task.max_new_tokens
+    assert addition_sft.UNKNOWN not in addition_sft.encode(answer)
+
+
+def test_training_lowers_the_loss_and_repeats_itself(capsys):
+    def loss_and_weights(num_steps):
+        model = addition_sft.train(num_steps, batch_tokens=600, seed=1)
+        return float(capsys.readouterr().out.split("loss")[1].split()[0]), model.embed_weight.detach()
+
+    first_loss, _ = loss_and_weights(1)
+    mean_loss, weights = loss_and_weights(12)
+    assert mean_loss < first_loss - 0.3
+    assert torch.equal(weights, loss_and_weights(12)[1])
+
+
+def test_the_tokenizer_made_is_the_one_shipped_and_takes_every_character(tmp_path):
+    addition_sft.save_tokenizer(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_text() == (policy_folder() / name).read_text()
+    tokenizer = load_tokenizer(policy_folder())
+    text = "17+385=7+5+0=12,1?;>402"
+    ids = tokenize_prompt(Problem(text), tokenizer)
+    assert ids == [addition_sft.BOS, *addition_sft.encode(text)]
+    assert tokenizer.decode([*ids, addition_sft.EOS], skip_special_tokens=True) == text
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """24 held-out problems x 16 completions of the shipped policy at temperature 1."""
+    task, engine = AdditionTask(), RolloutEngine.from_pretrained(policy_folder(), kv_budget_gb=0.1)
+    problems = [task.problem("heldout", i) for i in range(24)]
+    params = SamplingParams(max_new_tokens=task.max_new_tokens)
+    return problems, engine.generate([p.prompt for p in problems], group_size=16, params=params)
+
+
+def test_the_shipped_policy_leaves_room_to_learn(groups):
+    rewards = [[score(c.text, p) for c in g.completions] for p, g in zip(*groups, strict=True)]
+    texts = [c.text for g in groups[1] for c in g.completions]
+    assert 0.35 < np.mean(rewards) < 0.7
+    assert np.mean([0 < sum(r) < 16 for r in rewards]) > 0.4  # groups that teach something
+    by_style = {guessed: [] for guessed in (True, False)}
+    for reward, text in zip(np.ravel(rewards), texts, strict=True):
+        by_style[text.startswith(">")].append(reward)
+    assert np.mean(by_style[False]) > np.mean(by_style[True]) + 0.2  # working things out is what there is to find
+
+
+def test_larger_groups_of_the_shipped_policy_straggle_more_often(groups):
+    lengths = [g.lengths for g in groups[1]]
+
+    def rate(size):
+        parts = [group[i : i + size] for group in lengths for i in range(0, 16, size)]
+        return np.mean([max(part) / statistics.median(part) > 2 for part in parts])
+
+    assert rate(4) + 0.15 < rate(16)
+    assert rate(16) > 0.4
+
+
+def test_the_shipped_policy_is_small_and_says_how_it_was_made():
+    assert sum(path.stat().st_size for path in policy_folder().iterdir()) < 4_000_000
+    assert "python -m sagc_fast.tasks.addition_sft" in (policy_folder() / "README.md").read_text()
+
+
 TRAIN_HELDOUT = ("train", "heldout")
-GOLDEN_TRAIN: list[str] = []
-GOLDEN_HELDOUT: list[str] = []
+GOLDEN_TRAIN = ["8+1+7=", "8+1=", "19+89=", "2+9+2="]
+GOLDEN_HELDOUT = ["749+105+739=", "255+515=", "9+92+53=", "9+5="]
