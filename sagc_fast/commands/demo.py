@@ -126,6 +126,9 @@ def train_all(configs: Sequence[TrainConfig], out: Path) -> dict[str, Any]:
     from sagc_fast.train.trainer import Trainer
 
     console, started = Console(), time.monotonic()
+    console.print(
+        f"{len(RUNS)} runs of {configs[0].steps} steps: the same weights, problems and noise, other group sizes."
+    )
     for number, (demo, config) in enumerate(zip(RUNS, configs, strict=True), start=1):
         console.rule(f"run {number} of {len(RUNS)}: {demo.title}", align="left")
         if Trainer(config).fit()["is_interrupted"]:
@@ -203,7 +206,10 @@ def make_table(figures: dict[str, Any]) -> Table:
     from rich.table import Table
 
     runs = figures["runs"]
-    table = Table(title=f"Addition, {runs[RUNS[0].folder]['steps']} steps, the same prompts for every run")
+    table = Table(
+        title=f"Addition, {runs[RUNS[0].folder]['steps']} steps, the same prompts for every run",
+        caption="A smaller group samples fewer completions of each prompt: weigh SAGC against both fixed sizes.",
+    )
     table.add_column("")
     for demo in RUNS:
         table.add_column(demo.title, justify="right")
