@@ -70,9 +70,9 @@ def _log_gamma_variate(shape, c0, c1, stream, k0, k1):
         x = radius * math.cos(_TWO_PI * (float(w2) * _INV_2_32))
         t = 1.0 + c * x
         if t > 0.0:
-            log_v = 3.0 * math.log(t)
-            log_u = math.log((float(w3) + 1.0) * _INV_2_32)
-            if log_u < 0.5 * x * x + d * (1.0 - t * t * t + log_v):
+            u, x2, log_v = (float(w3) + 1.0) * _INV_2_32, x * x, 3.0 * math.log(t)
+            is_sure = u < 1.0 - 0.0331 * x2 * x2  # their squeeze: spares nearly every logarithm of u
+            if is_sure or math.log(u) < 0.5 * x2 + d * (1.0 - t * t * t + log_v):
                 return math.log(d) + log_v + boost
 
 
@@ -193,7 +193,7 @@ def _learn(state, params, events, trials):
     is_missed = a / (a + b) - at.SURE_Z * spread > delta and a + b - a0 - b0 > at.SURE_EVIDENCE
     is_out_of_reach = has_fallback and is_missed
     if not is_out_of_reach:
-        step_size = params[at.P_ETA] * min(1.0, trials / at.FULL_STEP_TRIALS)
+        step_size = params[at.P_ETA] / params[at.P_DWELL] * min(1.0, trials / at.FULL_STEP_TRIALS)
         state[at.S_LAMBDA] = min(max(state[at.S_LAMBDA] + step_size * (rate - delta), 0.0), lambda_max)
     threshold = at.RELEASE * lambda_max if state[at.S_IS_FALLBACK] == 1.0 else lambda_max
     is_at_bound = has_fallback and state[at.S_LAMBDA] >= threshold

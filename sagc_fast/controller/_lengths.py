@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import accumulate, chain
 from typing import Any
 
@@ -20,8 +19,8 @@ def flatten(lengths: Any) -> tuple[np.ndarray, int, np.ndarray]:
         values = np.ascontiguousarray(lengths, dtype=np.float64).reshape(-1)
         return values, max(1, lengths.shape[1]), NO_OFFSETS
     try:
-        values = np.frombuffer(array("d", chain.from_iterable(lengths)), dtype=np.float64)
         sizes = list(map(len, lengths))
+        values = np.fromiter(chain.from_iterable(lengths), np.float64, sum(sizes))
     except (TypeError, ValueError) as error:
         raise ValueError(
             "observe() wants one sequence of completion lengths per group, such as [[12, 30], [8, 9]]; "

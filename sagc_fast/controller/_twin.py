@@ -54,8 +54,9 @@ def log_gamma_variate(shape: float, step: int, stream: int, key: tuple[int, int]
         t = 1.0 + c * x
         if t <= 0.0:
             continue
-        log_v = 3.0 * math.log(t)
-        if math.log((w3 + 1.0) / 2**32) < 0.5 * x * x + d * (1.0 - t * t * t + log_v):
+        u, x2, log_v = (w3 + 1.0) / 2**32, x * x, 3.0 * math.log(t)
+        is_sure = u < 1.0 - 0.0331 * x2 * x2  # their squeeze: spares nearly every logarithm of u
+        if is_sure or math.log(u) < 0.5 * x2 + d * (1.0 - t * t * t + log_v):
             return math.log(d) + log_v + boost
 
 
@@ -179,7 +180,7 @@ class TwinCore:
         is_known = a + b - config.prior_alpha - config.prior_beta > at.SURE_EVIDENCE
         is_out_of_reach = config.fallback and is_missed and is_known
         if not is_out_of_reach:
-            step_size = config.eta * min(1.0, trials / at.FULL_STEP_TRIALS)
+            step_size = config.eta / config.dwell * min(1.0, trials / at.FULL_STEP_TRIALS)
             s["lambda"] = min(max(s["lambda"] + step_size * (rate - config.delta), 0.0), config.lambda_max)
         threshold = at.RELEASE * config.lambda_max if s["is_fallback"] else config.lambda_max
         is_at_bound = config.fallback and s["lambda"] >= threshold

@@ -103,13 +103,13 @@ def test_all_forms_of_lengths_are_the_same_to_the_controller():
     assert all(state == states[0] for state in states)
 
 
-@pytest.mark.parametrize("lengths", [[1, 2, 3], 5, None, [["a", "b"]], [[1, None]]])
+@pytest.mark.parametrize("lengths", [[1, 2, 3], 5, None, [["a", "b"]], [[[1]], [2]]])
 def test_what_is_not_lengths_per_group_is_refused(lengths):
     with pytest.raises(ValueError, match="one sequence of completion lengths per group"):
         SAGC().observe(lengths)
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), None])
 @pytest.mark.parametrize("backend", ["numba", "python"])
 def test_an_impossible_length_is_refused_and_nothing_is_learnt(bad, backend):
     controller = SAGC(backend=backend)
