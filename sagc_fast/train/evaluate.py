@@ -8,9 +8,10 @@ import time
 from typing import Any
 
 from sagc_fast.config import EvaluationOptions
+from sagc_fast.errors import DatasetError
 from sagc_fast.rollout.engine import RolloutEngine
-from sagc_fast.tasks.base import Task
 from sagc_fast.tasks.scoring import ScoringPool
+from sagc_fast.train.draw import PromptSource
 from sagc_fast.train.sampling import Progress, score_while_sampling
 from sagc_fast.types import SamplingParams
 
@@ -22,7 +23,8 @@ FIRST_PROMPT_ID = 2**40
 
 def evaluate(
     engine: RolloutEngine,
-    task: Task,
+    source: PromptSource,
+    size: int | None,
     pool: ScoringPool,
     options: EvaluationOptions,
     max_new_tokens: int,
@@ -31,17 +33,22 @@ def evaluate(
 ) -> dict[str, Any]:
     """The line of metrics.jsonl for an evaluation after ``step`` steps: one completion per held-out problem.
 
-    ``accuracy_stderr`` is the binomial standard error, sqrt(p (1 - p) / n). A finite split smaller than
-    ``num_problems`` is taken whole.
+    ``accuracy_stderr`` is the binomial standard error, sqrt(p (1 - p) / n). A split of ``size`` problems smaller than
+    ``num_problems`` is taken whole. Raises DatasetError when no prompt of the split fits the model.
     """
     started = time.perf_counter()
-    size = task.size("heldout")
-    num_problems = options.num_problems if size is None else min(size, options.num_problems)
+    end = options.num_problems if size is None else min(size, options.num_problems)
+    drawn = source.draw("heldout", 0, end, end=end)
+    num_problems = len(drawn.problems)
+    if num_problems == 0:
+        raise DatasetError(
+            f"None of the first {end} held-out prompts fits the model; set evaluation.num_problems to 0."
+        )
     scored, _ = score_while_sampling(
         engine,
         pool,
-        [task.problem("heldout", i) for i in range(num_problems)],
-        range(FIRST_PROMPT_ID, FIRST_PROMPT_ID + num_problems),
+        drawn,
+        [FIRST_PROMPT_ID + p for p in drawn.positions],
         1,
         SamplingParams(temperature=options.temperature, max_new_tokens=max_new_tokens, seed=NOISE_SEED),
         progress,

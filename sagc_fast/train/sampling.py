@@ -14,9 +14,10 @@ from typing import Any
 from sagc_fast.algo.config import FilterConfig
 from sagc_fast.algo.filters import has_signal, refill_size
 from sagc_fast.rollout.engine import RolloutEngine
-from sagc_fast.tasks.base import Problem, Score, Task, tokenize_prompt
+from sagc_fast.tasks.base import Problem, Score
 from sagc_fast.tasks.scoring import ScoringPool
 from sagc_fast.train.accounting import merge_stats
+from sagc_fast.train.draw import Draw, PromptSource
 from sagc_fast.types import Group, RolloutStats, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Rollout:
     turned out (hard prompts are replaced), so their lengths would bias it."""
     kept: list[ScoredGroup]
     """Those that the update uses."""
+    next_position: int
+    """Where the next step's draw begins."""
     stats: RolloutStats
     """Of all rounds together."""
     first_round_stats: RolloutStats
@@ -68,7 +71,7 @@ class Rollout:
 def score_while_sampling(
     engine: RolloutEngine,
     pool: ScoringPool,
-    problems: Sequence[Problem],
+    drawn: Draw,
     prompt_ids: Sequence[int],
     group_size: int,
     params: SamplingParams,
@@ -76,8 +79,9 @@ def score_while_sampling(
 ) -> tuple[list[ScoredGroup], float]:
     """Sample a group per problem; each goes to the scoring workers as soon as it is complete.
 
-    Returns the groups in order of ``problems`` and the seconds spent waiting for scores at the end.
+    Returns the groups in order of the draw and the seconds spent waiting for scores at the end.
     """
+    problems = drawn.problems
     tickets: dict[int, Any] = {}
 
     def on_group(group: Group) -> None:
@@ -87,7 +91,7 @@ def score_while_sampling(
             progress(len(tickets), len(problems))
 
     groups = engine.generate(
-        [tokenize_prompt(problem, engine.tokenizer) for problem in problems],
+        drawn.token_ids,
         group_size,
         [replace(params, stop=problem.stop) for problem in problems],
         prompt_ids=prompt_ids,
@@ -107,13 +111,18 @@ class Sampler:
     """
 
     def __init__(
-        self, engine: RolloutEngine, task: Task, pool: ScoringPool, params: SamplingParams, filters: FilterConfig
+        self,
+        engine: RolloutEngine,
+        source: PromptSource,
+        pool: ScoringPool,
+        params: SamplingParams,
+        filters: FilterConfig,
     ) -> None:
-        self._engine, self._task, self._pool = engine, task, pool
+        self._engine, self._source, self._pool = engine, source, pool
         self._params, self._filters = params, filters
 
     def sample(self, position: int, num_prompts: int, group_size: int, progress: Progress | None = None) -> Rollout:
-        """Groups for ``num_prompts`` prompts from ``position`` on; ``len(rollout.groups)`` prompts were drawn.
+        """Groups for ``num_prompts`` prompts from ``position`` on; the next step goes on at ``rollout.next_position``.
 
         With dynamic sampling, groups without signal are replaced by further prompts within the budget; when it is used
         up, the step goes on with the groups there are.
@@ -125,10 +134,10 @@ class Sampler:
         waited = 0.0
         num_more = num_prompts
         while num_more > 0:
-            positions = range(position + len(groups), position + len(groups) + num_more)
-            problems = [self._task.problem("train", p) for p in positions]
+            drawn = self._source.draw("train", position, num_more)
+            position = drawn.next_position
             scored, seconds = score_while_sampling(
-                self._engine, self._pool, problems, positions, group_size, self._params, progress
+                self._engine, self._pool, drawn, drawn.positions, group_size, self._params, progress
             )
             groups += scored
             kept += [g for g in scored if self._is_wanted(g)]
@@ -143,7 +152,9 @@ class Sampler:
                 len(kept), num_prompts, len(groups),
             )  # fmt: skip
         rollout_seconds = time.perf_counter() - started - waited
-        return Rollout(groups, num_prompts, kept[:num_prompts], merge_stats(stats), stats[0], rollout_seconds, waited)
+        return Rollout(
+            groups, num_prompts, kept[:num_prompts], position, merge_stats(stats), stats[0], rollout_seconds, waited
+        )
 
     def _is_wanted(self, scored: ScoredGroup) -> bool:
         """Dynamic sampling judges by outcomes, never by shaped rewards; masked completions do not count."""

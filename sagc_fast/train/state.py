@@ -15,7 +15,7 @@ class TrainState:
     step: int = 0
     """Steps done."""
     position: int = 0
-    """Prompts drawn from the train split; the next one has this index and this noise key."""
+    """Next index of the train split; also the noise key of its prompt."""
     num_updates: int = 0
     """Optimizer updates applied."""
     time_seconds: float = 0.0

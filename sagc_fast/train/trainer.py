@@ -23,6 +23,7 @@ from sagc_fast.train import accounting, parts
 from sagc_fast.train.alarms import Alarms
 from sagc_fast.train.checkpoint import Checkpoint, CheckpointStore
 from sagc_fast.train.display import make_display
+from sagc_fast.train.draw import PromptSource
 from sagc_fast.train.evaluate import evaluate
 from sagc_fast.train.files import writing
 from sagc_fast.train.metrics import MetricsWriter
@@ -93,7 +94,7 @@ class Trainer:
         self.prompt_budget.observe(lengths)
 
         self.state.step = step
-        self.state.position += len(rollout.groups)
+        self.state.position = rollout.next_position
         self.state.num_updates = self.optimizer.num_updates
         self._record(group_size, rollout, update, time.perf_counter() - started)
         self._stop_if_not_finite(rollout, update)
@@ -152,7 +153,8 @@ class Trainer:
             return
         record = evaluate(
             self.engine,
-            self.task,
+            self.source,
+            self.task.size("heldout"),
             self.pool,
             options,
             self.params.max_new_tokens,
@@ -271,7 +273,9 @@ class Trainer:
         self.pool = stack.enter_context(
             ScoringPool(self.task.scorer_spec, config.reward.workers, config.reward.timeout_seconds)
         )
-        self.sampler = Sampler(self.engine, self.task, self.pool, self.params, config.algorithm.filters)
+        context = self.engine.model.config.max_position_embeddings
+        self.source = PromptSource(self.task, self.engine.tokenizer, max_prompt_tokens=context - 1)
+        self.sampler = Sampler(self.engine, self.source, self.pool, self.params, config.algorithm.filters)
         self._checkpoint_seconds = 0.0
         self._recent_seconds: deque[float] = deque(maxlen=20)
 

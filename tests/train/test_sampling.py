@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sagc_fast.algo.config import FilterConfig
+from sagc_fast.errors import DatasetError
 from sagc_fast.tasks.base import Problem, Score
 from sagc_fast.train.accounting import completion_figures, merge_stats, straggler_figures
+from sagc_fast.train.draw import MAX_UNUSABLE_IN_ROW, PromptSource
 from sagc_fast.train.sampling import Sampler
 from sagc_fast.types import Completion, Group, RolloutStats, SamplingParams
 
@@ -75,7 +77,8 @@ class FakeTask:
 def sampler(outcome, **filters):
     engine, pool = FakeEngine(), FakePool(outcome)
     params = SamplingParams(max_new_tokens=8, seed=5)
-    return Sampler(engine, FakeTask(), pool, params, FilterConfig(**filters)), engine, pool
+    source = PromptSource(FakeTask(), engine.tokenizer, max_prompt_tokens=7)
+    return Sampler(engine, source, pool, params, FilterConfig(**filters)), engine, pool
 
 
 def mixed(pid, i):
@@ -95,6 +98,27 @@ def test_groups_come_in_order_with_their_problems_and_scores():
     assert (prompt_ids, group_size) == ([10, 11, 12], 2), "the noise key is the position of the draw"
     assert [p.stop for p in params] == [("stop10",), ("stop11",), ("stop12",)]
     assert {p.seed for p in params} == {5}
+
+
+def test_prompts_that_do_not_fit_are_passed_over_and_said_once(caplog):
+    s, engine, _ = sampler(mixed)
+    rollout = s.sample(98, 2, 2)
+    assert [g.problem.problem_id for g in rollout.groups] == [98, 99]
+    with pytest.raises(DatasetError, match=f"{MAX_UNUSABLE_IN_ROW} problems of the train split in a row"):
+        s.sample(rollout.next_position, 2, 2)
+    assert caplog.text.count("passed over") == 1
+    assert "a prompt of 8 tokens" in caplog.text
+    source = PromptSource(OddTask(), engine.tokenizer, max_prompt_tokens=7)
+    drawn = source.draw("train", 0, 2)
+    assert (drawn.positions, drawn.next_position) == ([1, 3], 4)
+    assert source.draw("heldout", 0, 9, end=4).positions == [1, 3]
+
+
+class OddTask(FakeTask):
+    """Even problems are empty."""
+
+    def problem(self, split, index):
+        return Problem("x" * (index % 2), problem_id=index)
 
 
 def test_dynamic_sampling_refills_and_keeps_what_it_has():
