@@ -138,10 +138,10 @@ def _headline_any() -> None:
         low, high = 0.05, 1.5
         for _ in range(12):
             middle = 0.5 * (low + high)
-            rate = straggler_probabilities(LengthProcess(1e6, middle, math.inf), (16,), 2.0, groups=250_000)[0, 0]
+            rate = straggler_probabilities(LengthProcess(1e6, middle, math.inf), (16,), 2.0, groups=100_000)[0, 0]
             low, high = (middle, high) if rate < target else (low, middle)
         process = LengthProcess(1e6, 0.5 * (low + high), math.inf)
-        rates = straggler_probabilities(process, SIZES, 2.0, groups=400_000)[0]
+        rates = straggler_probabilities(process, SIZES, 2.0, groups=300_000)[0]
         steps = 1.0 - (1.0 - rates) ** num_prompts
         rows.append(
             [num_prompts, f"{process.sigma:.3f}", *(f"{rate:.2%}" for rate in rates), *(f"{r:.1%}" for r in steps)]

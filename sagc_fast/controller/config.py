@@ -73,7 +73,7 @@ class SAGCConfig:
     """"loo": advantages times G / (G - 1), so that the gradient's scale does not depend on G (recommended where the
     group mean includes the sample itself); "none": as in the algorithm. Read by ``SAGC.advantage_scale``. Ours."""
     max_length: int | None = None
-    """Length cap in tokens, to report the share of completions cut at it; None: only what ``observe`` is told."""
+    """Length cap in tokens, to report the share of completions cut at it. Ours: None, only what ``observe`` is told."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", _checked_candidates(self.candidates))

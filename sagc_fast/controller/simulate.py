@@ -31,7 +31,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What every policy of a comparison is put through."""
+    """What every policy of a comparison is put through. All defaults ours."""
 
     process: LengthProcess | Trace
     steps: int = 1000
