@@ -60,8 +60,9 @@ CHECKED_AGAIN = 0.6
 """Probability of each further time; the number of times is geometric."""
 ANSWERS_PER_SUM = 4
 """Answers per prompt, drawn independently; they share the prompt's part of the forward pass."""
-PEAK_RATE, FINAL_SHARE, WARMUP_STEPS = 3e-3, 0.02, 50
-"""The learning rate rises linearly, then falls along a cosine to a share of its peak."""
+PEAK_RATE, FINAL_SHARE, WARMUP_STEPS, HORIZON = 3e-3, 0.02, 50, 4000
+"""The learning rate rises linearly, then falls along a cosine that ends at ``HORIZON`` steps with a share of its peak.
+The shipped policy stops at 3,000: it is to be a beginning, not a good adder."""
 
 
 def worked(terms: list[int]) -> str:
@@ -121,9 +122,9 @@ def encode(text: str) -> list[int]:
     return [VOCABULARY.get(character, UNKNOWN) for character in text]
 
 
-def learning_rate(step: int, num_steps: int) -> float:
+def learning_rate(step: int) -> float:
     """Rate of update ``step`` (from 0)."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / HORIZON)))
     return PEAK_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
 
 
@@ -141,7 +142,7 @@ def train(num_steps: int, batch_tokens: int, seed: int) -> Transformer:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, num_steps)
+            group["lr"] = learning_rate(step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -178,7 +179,7 @@ def save_tokenizer(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the small policy of the addition task from random weights.")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, configuration and tokenizer")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch-tokens", type=int, default=3000, help="tokens of a batch (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="threads; the weights' last bits depend on it")
