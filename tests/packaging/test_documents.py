@@ -16,8 +16,10 @@ COMMANDS = find_commands()
 
 
 def _command_lines(text: str) -> list[str]:
-    """Command lines of indented blocks, without what is said behind them."""
-    return [re.split(r"\s{2,}|\s#\s", line)[0].strip() for line in re.findall(r"^ +(sagc-fast .*)$", text, re.M)]
+    """Command lines of indented blocks, without what is said behind them and what a shell does with their output."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    lines = re.findall(r"^ +(sagc-fast .*)$", joined, re.M)
+    return [re.split(r"\s{2,}|\s#\s|\s[>|]\s|\s&&\s", line)[0].strip() for line in lines]
 
 
 def _assert_parses(line: str) -> None:
