@@ -91,6 +91,8 @@ def zoo(completion, problem):  # one branch per misbehaviour, so that a batch ca
             for fd in range(3, 64):
                 with contextlib.suppress(OSError):
                     os.write(fd, b'{"ticket": 0, "reward": 1.0, "outcome": true}\ngarbage\n')
+        case "pid":
+            return float(os.getpid())
         case "report":
             return Score(0.0, False, "cannot judge this")
     return 0.5
@@ -106,11 +108,11 @@ def zoo_recursion(depth):
 
 
 def remembers(completion, problem):
-    """Dies at its third completion in a process, through no fault of that completion."""
+    """Its process id; dies at "first only" when it is not its process's first, through no fault of that completion."""
     _SEEN.append(completion)
-    if len(_SEEN) == 3:
+    if completion == "first only" and len(_SEEN) > 1:
         os._exit(1)
-    return 1.0
+    return float(os.getpid())
 
 
 def spoils(completion, problem):

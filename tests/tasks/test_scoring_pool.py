@@ -115,10 +115,21 @@ def test_memory_leaked_by_earlier_completions_is_not_held_against_a_later_one():
         assert pool.errors == {}
 
 
-def test_a_worker_that_dies_of_its_past_is_replaced_and_the_completion_tried_again():
-    with pool_of("remembers") as pool:
-        assert pool.results(pool.submit_many(PROBLEM, list("abcdefghij"))) == [Score(1.0, True)] * 10
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_dies_of_its_past_is_replaced_and_the_completion_tried_again(workers):
+    """In a fresh process, not in another one that is idle and has a past too."""
+    with pool_of("remembers", workers) as pool:
+        pids = set()
+        while len(pids) < workers:
+            pids |= {score.reward for score in pool.results(pool.submit_many(PROBLEM, ["x"] * 4))}
+        assert pool.result(pool.submit(PROBLEM, "first only")).reward not in pids
         assert pool.errors == {}
+
+
+def test_a_process_forked_by_a_scorer_does_not_answer_for_the_worker():
+    with pool_of("zoo") as pool:
+        before, _, after = pool.results(pool.submit_many(PROBLEM, ["pid", "fork", "pid"]))
+        assert before == after
 
 
 def test_scores_do_not_depend_on_the_number_of_workers():
