@@ -193,7 +193,7 @@ def _learn(state, params, events, trials):
     is_missed = a / (a + b) - at.SURE_Z * spread > delta and a + b - a0 - b0 > at.SURE_EVIDENCE
     is_out_of_reach = has_fallback and is_missed
     if not is_out_of_reach:
-        step_size = params[at.P_ETA] / params[at.P_DWELL] * min(1.0, trials / at.FULL_STEP_TRIALS)
+        step_size = params[at.P_ETA] * min(1.0, trials / at.FULL_STEP_TRIALS)
         state[at.S_LAMBDA] = min(max(state[at.S_LAMBDA] + step_size * (rate - delta), 0.0), lambda_max)
     threshold = at.RELEASE * lambda_max if state[at.S_IS_FALLBACK] == 1.0 else lambda_max
     is_at_bound = has_fallback and state[at.S_LAMBDA] >= threshold
@@ -236,7 +236,8 @@ def step(state, params, lengths, group_size, offsets, scratch, num_stragglers, n
     """
     if num_groups >= 0:
         state[at.S_NUM_STRAGGLERS], state[at.S_NUM_GROUPS] = num_stragglers, num_groups
-        events, trials = num_stragglers, num_groups
+        is_any = params[at.P_SIGNAL] == 1.0 and num_groups > 0
+        events, trials = (int(num_stragglers > 0), 1) if is_any else (num_stragglers, num_groups)
     else:
         events, trials = _summarise(state, params, lengths, group_size, offsets, scratch)
     if events < 0:
@@ -322,7 +323,7 @@ def pack_params(config: SAGCConfig) -> np.ndarray:
         len(config.candidates),
         config.tau,
         config.delta,
-        config.eta,
+        config.dual_step,
         config.gamma,
         config.prior_alpha,
         config.prior_beta,

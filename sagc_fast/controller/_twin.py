@@ -120,6 +120,8 @@ class TwinCore:
     def observe_counts(self, num_stragglers: int, num_groups: int) -> int:
         """One step from counts alone: ``num_stragglers`` of ``num_groups`` groups straggled."""
         self.state["num_groups"], self.state["num_straggler_groups"] = num_groups, num_stragglers
+        if self.config.signal == "any" and num_groups > 0:
+            num_stragglers, num_groups = int(num_stragglers > 0), 1
         self._learn(num_stragglers, num_groups)
         return self.choose()
 
@@ -180,7 +182,7 @@ class TwinCore:
         is_known = a + b - config.prior_alpha - config.prior_beta > at.SURE_EVIDENCE
         is_out_of_reach = config.fallback and is_missed and is_known
         if not is_out_of_reach:
-            step_size = config.eta / config.dwell * min(1.0, trials / at.FULL_STEP_TRIALS)
+            step_size = config.dual_step * min(1.0, trials / at.FULL_STEP_TRIALS)
             s["lambda"] = min(max(s["lambda"] + step_size * (rate - config.delta), 0.0), config.lambda_max)
         threshold = at.RELEASE * config.lambda_max if s["is_fallback"] else config.lambda_max
         is_at_bound = config.fallback and s["lambda"] >= threshold

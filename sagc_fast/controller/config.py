@@ -51,8 +51,8 @@ class SAGCConfig:
     radius: int = 1
     """How many places of the candidate list one step may move. Paper: a neighbourhood of the present G; ours: 1."""
     dwell: int = 1
-    """Steps an arm is kept at least; 5 calms Thompson's flips. The dual step is divided by it, so that lambda moves as
-    far between two choices as without. Ours: 1, no constraint."""
+    """Steps an arm is kept at least; 5 calms Thompson's flips. The dual step is divided by its square root, so that
+    the noise lambda gathers between two choices stays the same. Ours: 1, no constraint."""
     start: int | None = None
     """Group size of the first step, one of the candidates; None is the smallest: cheapest, and the way up shows the
     controller every arm. Ours."""
@@ -92,6 +92,11 @@ class SAGCConfig:
     def utilities(self) -> tuple[float, ...]:
         """u(G) = log2 G of every candidate (paper)."""
         return tuple(math.log2(size) for size in self.candidates)
+
+    @property
+    def dual_step(self) -> float:
+        """``eta`` for steps of which ``dwell`` make one choice."""
+        return self.eta / math.sqrt(self.dwell)
 
     @property
     def start_arm(self) -> int:

@@ -89,8 +89,11 @@ class SAGC:
     def observe_counts(self, num_stragglers: int, num_groups: int) -> None:
         """Learn from one step of which only the outcome is known: ``num_stragglers`` of ``num_groups`` straggled.
 
-        For an event measured elsewhere. Raises ValueError unless 0 <= num_stragglers <= num_groups.
+        For an event measured elsewhere. Raises ValueError unless 0 <= num_stragglers <= num_groups, and under
+        signal="batch", whose event is not a group's.
         """
+        if self.config.signal == "batch":
+            raise ValueError("observe_counts() counts groups; signal='batch' needs the lengths, so call observe().")
         if not 0 <= num_stragglers <= num_groups:
             raise ValueError(f"observe_counts() got {num_stragglers} stragglers of {num_groups} groups.")
         if not self._is_compiled:

@@ -216,6 +216,27 @@ def test_observed_counts_teach_the_same_as_lengths_with_those_events():
         by_counts.observe_counts(5, 4)
 
 
+@pytest.mark.parametrize("signal", ["any", "batch"])
+def test_delta_bounds_the_event_that_was_chosen(signal):
+    rng, controller, events = np.random.default_rng(0), SAGC(SAGCConfig(signal=signal, delta=0.6, tau=2.5)), []
+    for _ in range(2500):
+        controller.observe(lognormal(rng, 3, controller.decide(), 0.5))
+        events.append(controller.state_dict()["straggler_rate"])
+    assert set(events) == {0.0, 1.0}
+    assert np.mean(events) == pytest.approx(0.6, abs=0.02)
+
+
+def test_counts_follow_the_signal_too():
+    by_lengths, by_counts = (SAGC(SAGCConfig(signal="any"), seed=2) for _ in range(2))
+    for k in (0, 3, 0, 1):
+        by_lengths.observe([[1, 1, 1, 9]] * k + [[1, 1, 1, 1]] * (4 - k))
+        by_counts.observe_counts(k, 4)
+        assert by_lengths.decide() == by_counts.decide()
+        assert by_counts.gauges()["num_straggler_groups"] == k
+    with pytest.raises(ValueError, match="batch"):
+        SAGC(SAGCConfig(signal="batch")).observe_counts(1, 2)
+
+
 def test_the_trainer_is_told_prompts_and_scale_of_the_next_step():
     controller = SAGC(SAGCConfig(candidates=(4, 8), start=8, hold="tokens", adv_scale="loo"))
     with pytest.raises(ConfigError, match="mean_length"):
