@@ -1,6 +1,6 @@
 """Which completion starts next: the one expected to run longest.
 
-The expected length of a group's completions is, in this order, the mean of earlier calls for the same prompt id, the
+The expected length of a group's completions is, in this order, the mean of earlier calls for the same prompt, the
 mean of its own finished siblings, the mean over all groups, the length cap. It never exceeds the cap.
 
 Groups wait, not completions: two heaps with lazy deletion (groups with an expectation of their own, groups without)
@@ -18,9 +18,8 @@ from sagc_fast.rollout.sequence import PromptGroup, Sequence
 class AdmissionQueue:
     """Completions that have never started, longest expected first; ties go to groups that nothing is known about."""
 
-    def __init__(self, history: LengthHistory, is_keyed_by_prompt: bool) -> None:
+    def __init__(self, history: LengthHistory) -> None:
         self._history = history
-        self._is_keyed_by_prompt = is_keyed_by_prompt
         self._known: list[tuple[float, int, PromptGroup]] = []
         self._unknown: list[tuple[int, int, PromptGroup]] = []
         self._current_key: dict[int, float] = {}
@@ -32,7 +31,8 @@ class AdmissionQueue:
         """Queue all completions of a group, those with the highest cap first."""
         group.unstarted = sorted(group.sequences, key=lambda s: (s.max_output, -s.sample_index))
         self.num_waiting += len(group.unstarted)
-        expected = self._history.expected(group.prompt_id) if self._is_keyed_by_prompt else None
+        expected = self._history.expected(group.token_ids)
+        group.is_known_from_before = expected is not None
         if expected is None:
             heapq.heappush(self._unknown, (-group.unstarted[-1].max_output, group.prompt_index, group))
         else:
@@ -60,8 +60,7 @@ class AdmissionQueue:
         """A sibling ended: groups without a history of earlier calls take their expectation from it."""
         self._finished_tokens += length
         self._num_finished += 1
-        learned_before = self._is_keyed_by_prompt and self._history.expected(group.prompt_id) is not None
-        if group.unstarted and not learned_before:
+        if group.unstarted and not group.is_known_from_before:
             group.has_known_length = True
             self._push_known(group, group.finished_tokens / group.num_finished)
 

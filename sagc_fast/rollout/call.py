@@ -33,8 +33,6 @@ class CallSettings:
     max_batch_tokens: int
     eos_token_ids: tuple[int, ...]
     policy_version: int
-    is_keyed_by_prompt: bool
-    """Whether prompt ids were given, and so name the same prompt in every call."""
 
 
 class Call:
@@ -58,7 +56,7 @@ class Call:
         longest = max(s.group.prompt_length + s.max_output for g in self._sequence_groups for s in g.sequences)
         self._rows = RowTable(settings.capacity_rows, max_blocks=-(-longest // kv.block_size))
         self._blocks = BlockManager(kv.num_blocks)
-        queue = AdmissionQueue(history, settings.is_keyed_by_prompt)
+        queue = AdmissionQueue(history)
         self._scheduler = Scheduler(queue, self._rows, self._blocks, kv.block_size, settings.max_batch_tokens)
         for group in self._sequence_groups:
             queue.add(group)
@@ -184,5 +182,5 @@ class Call:
             policy_version=self._settings.policy_version,
         )
         self._groups[group.prompt_index] = record
-        self._history.record(record.lengths, group.prompt_id if self._settings.is_keyed_by_prompt else None)
+        self._history.record(group.token_ids, record.lengths)
         return record

@@ -75,7 +75,7 @@ class RolloutEngine:
         self.stats = RolloutStats()
         """Of the last call that finished."""
         self.lengths = LengthHistory()
-        """Lengths per prompt id seen so far; guides admission only."""
+        """Lengths per prompt seen so far; guides the order of admission, never the tokens."""
         self._kv: KVCache | None = None
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ class RolloutEngine:
             group_size: one for all prompts, or one per prompt; at least 1.
             params: one for all, one per prompt, or per prompt a list with one per completion. A completion that reaches
                 the end of the model's context is cut there with finish_reason ``length``.
-            prompt_ids: the prompts' part of the noise key and of the length history; default: the place in the call.
+            prompt_ids: the prompts' part of the noise key, in [0, 2**64); default: the place in the call.
             on_group: called in this thread with each group as soon as it is complete. What it raises leaves this call
                 and ends it; the engine stays usable.
 
@@ -150,7 +150,6 @@ class RolloutEngine:
                 max_batch_tokens=self.max_batch_tokens,
                 eos_token_ids=self.eos_token_ids,
                 policy_version=self.policy_version,
-                is_keyed_by_prompt=prompt_ids is not None,
             )
             kv = self._kv_for(requests, settings.capacity_rows)
             with _torch_threads(self.threads):
@@ -242,4 +241,3 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if not ids and getattr(tokenizer, "eos_token_id", None) is not None:
         ids = (tokenizer.eos_token_id,)
     return ids
-

@@ -55,9 +55,11 @@ def check_request(
 
 
 def _group_sizes(group_size: int | Sequence[int], num_prompts: int) -> list[int]:
-    sizes = (
-        [group_size] * num_prompts if _is_int(group_size) else _as_list(group_size, num_prompts, "group_size", "an int")
-    )
+    if _is_int(group_size):
+        if group_size < 1:
+            raise PromptError(f"group_size is {group_size!r}; it must be an integer >= 1.")
+        return [int(group_size)] * num_prompts
+    sizes = _as_list(group_size, num_prompts, "group_size", "an integer")
     for index, size in enumerate(sizes):
         if not _is_int(size) or size < 1:
             raise PromptError(f"group_size of prompt {index} is {size!r}; it must be an integer >= 1.")

@@ -46,6 +46,8 @@ class PromptGroup:
     completions: dict[int, Completion] = field(default_factory=dict)
     has_known_length: bool = False
     """Whether the admission queue expects a length of its own for this group."""
+    is_known_from_before: bool = False
+    """Whether that expectation comes from earlier calls."""
 
     @property
     def prompt_length(self) -> int:

@@ -51,7 +51,7 @@ class Owners(RuleBasedStateMachine):
 
 
 TestOwners = Owners.TestCase
-TestOwners.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestOwners.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 def test_the_block_freed_last_is_used_next():

@@ -177,12 +177,12 @@ def test_a_callback_may_build_autograd_graphs_but_not_generate(helpers):
     assert seen[0].tolist() == [1, 1]
 
 
-def test_history_is_kept_under_the_callers_ids_only(helpers):
+def test_history_knows_a_prompt_by_its_tokens(helpers):
     engine = RolloutEngine(helpers.Model())
-    engine.generate([[1], [2]], 2, SamplingParams(max_new_tokens=4, ignore_eos=True))
-    assert len(engine.lengths) == 0
-    engine.generate([[1], [2]], 2, SamplingParams(max_new_tokens=4, ignore_eos=True), prompt_ids=[50, 51])
-    assert engine.lengths.expected(50) == 4
+    engine.generate([[1, 5], [2]], 2, SamplingParams(max_new_tokens=4, ignore_eos=True), prompt_ids=[50, 51])
+    assert len(engine.lengths) == 2
+    assert engine.lengths.expected(np.array([1, 5])) == 4
+    assert engine.lengths.expected(np.array([5, 1])) is None
 
 
 def test_threads_are_set_for_the_call_and_restored(helpers):
