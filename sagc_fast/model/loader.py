@@ -244,6 +244,7 @@ def _write_weights(model: Transformer, folder: Path) -> None:
 
 def _save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod((path.parent / "config.json").stat().st_mode)  # the library makes files for the owner's eyes only
 
 
 def _damaged(path: Path, error: Exception) -> ModelLoadError:

@@ -50,9 +50,16 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[A
 class BareCache:
     """Keys and values of every layer in NaN-filled blocks, and block tables handed out in random order."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int = 40, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int = 40,
+        block_size: int = 16,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        self._layers = [[torch.full(shape, float("nan")) for _ in "kv"] for _ in range(config.num_layers)]
+        self._layers = [[torch.full(shape, float("nan"), dtype=dtype) for _ in "kv"] for _ in range(config.num_layers)]
         self._block_size = block_size
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         self._tables: dict[Any, list[int]] = {}

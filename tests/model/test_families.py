@@ -112,6 +112,8 @@ def test_our_folder_loads_in_transformers_and_again_in_ours(
     assert (tmp_path / "generation_config.json").exists()
     again = load_model(tmp_path)
     assert again.config == ours.config
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
     assert [n for n, _ in again.named_parameters()] == [n for n, _ in ours.named_parameters()]
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -152,14 +154,20 @@ def test_config_of_transformers_4_loads_the_same(hf_folder: Callable) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_half_precision_follows_fp32(hf_folder: Callable, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_half_precision_follows_transformers(
+    hf_folder: Callable, bare_cache: Callable, each_backend: str, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
     theirs, folder = hf_folder("Qwen3Config", head_dim=16)
     model = load_model(folder, dtype=name)
     assert model.dtype == dtype
     ids = _ids(30)
     with torch.no_grad():
         expected = theirs.to(dtype)(ids.unsqueeze(0)).logits[0].float()
-    assert float((model.forward_dense(ids) - expected).abs().mean()) < 0.05 * float(expected.abs().mean())
+        dense = model.forward_dense(ids)
+    assert float((dense - expected).abs().mean()) < 0.05 * float(expected.abs().mean())
+    cache = bare_cache(model.config, dtype=dtype)
+    paged = model.logits(model.forward_paged(ids, cache.append({0: 30}), cache))
+    assert float((paged - expected).abs().mean()) < 0.05 * float(expected.abs().mean())
     save_model(model, tmp_path)
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == dtype
     assert all(

@@ -187,6 +187,14 @@ def test_tokenizer_is_rebuilt(tiny_model: Callable, write_gguf: Callable, tmp_pa
         ({"drop": "blk.1.ffn_up.weight"}, "lacks tensor blk.1.ffn_up.weight"),
         ({"drop": "token_embd.weight"}, "lacks tensor token_embd.weight"),
         ({"extra": {"blk.0.strange.weight": np.zeros(4, np.float32)}}, "holds tensor blk.0.strange.weight"),
+        (
+            {"drop": "blk.0.ffn_up.weight", "extra": {"blk.0.ffn_up.weight": np.zeros((96, 64), np.int8)}},
+            "ffn_up.weight .* quantised as I8",
+        ),
+        (
+            {"drop": "blk.0.ffn_up.weight", "extra": {"blk.0.ffn_up.weight": np.zeros((40, 64), np.float32)}},
+            r"shape \[40, 64\], not \[96, 64\]",
+        ),
         ({"expert_count": 8}, "mixture of 8 experts"),
         ({"rope_dimension_count": 8}, "rope.dimension_count 8"),
         ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "rope.scaling.type 'yarn'"),
