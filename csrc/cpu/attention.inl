@@ -224,23 +224,37 @@ void attend_chunk(AttentionState& s, const ActiveRows& active, const C* const* k
   if (active.size - r == 1) weigh_step<1>(s, active, r, v, head_dim);
 }
 
+// A chunk of some sequence and KV head, as far as `visible` reaches: where a walk begins.
+struct ChunkPlace {
+  int32_t sequence;
+  int64_t kv_head, chunk, visible;
+
+  int count() const {
+    const int64_t left = visible - chunk * kAttentionChunk;
+    return static_cast<int>(left < 0 ? 0 : left < kAttentionChunk ? left : kAttentionChunk);
+  }
+};
+
 // Rows [begin, end), which hold the same blocks here, over chunks [first_chunk, end_chunk) as far as each one sees.
+// `after` is where the walk after this one begins.
 template <class C>
 void walk_chunks(const AttentionArgs& a, AttentionState& s, int64_t kv_head, int begin, int end, int64_t first_chunk,
-                 int64_t end_chunk) {
+                 int64_t end_chunk, const ChunkPlace& after) {
   const C *k[2][kAttentionChunk], *v[2][kAttentionChunk];
   int64_t visible = 0;
   for (int r = begin; r < end; r++) visible = visible > s.rows[r].visible ? visible : s.rows[r].visible;
   visible = visible < end_chunk * kAttentionChunk ? visible : end_chunk * kAttentionChunk;
-  auto locate = [&](int64_t chunk) {
-    const int64_t start = chunk * kAttentionChunk, left = visible - start;
-    const int count = static_cast<int>(left < 0 ? 0 : left < kAttentionChunk ? left : kAttentionChunk);
-    if (count > 0) chunk_pointers(a, s.rows[begin].sequence, kv_head, start, count, k[chunk % 2], v[chunk % 2]);
+  auto locate = [&](const ChunkPlace& place, int64_t page) {
+    const int count = place.count();
+    if (count > 0)
+      chunk_pointers(a, place.sequence, place.kv_head, place.chunk * kAttentionChunk, count, k[page], v[page]);
     return count;
   };
-  for (int64_t chunk = first_chunk, count = locate(chunk); count > 0; chunk++) {
-    const int64_t start = chunk * kAttentionChunk, page = chunk % 2;
-    const int next_count = locate(chunk + 1);
+  ChunkPlace here{s.rows[begin].sequence, kv_head, first_chunk, visible};
+  for (int64_t page = 0, count = locate(here, page); count > 0; page = 1 - page) {
+    const int64_t start = here.chunk * kAttentionChunk;
+    here.chunk++;
+    const int next_count = locate(here.count() > 0 ? here : after, 1 - page);
     const NextChunk<C> next{k[1 - page], v[1 - page], next_count, a.head_dim * int64_t{sizeof(C)}};
     ActiveRows active;
     for (int r = begin; r < end; r++) {
@@ -250,7 +264,7 @@ void walk_chunks(const AttentionArgs& a, AttentionState& s, int64_t kv_head, int
       active.counts[active.size++] = static_cast<int>(left < kAttentionChunk ? left : kAttentionChunk);
     }
     attend_chunk(s, active, k[page], v[page], a.head_dim, next);
-    count = next_count;
+    count = here.count();
   }
 }
 
@@ -258,15 +272,22 @@ template <class T, class C>
 void attention_range(const AttentionArgs& a, int64_t begin, int64_t end) {
   static thread_local AttentionState s;
   for (int64_t i = begin; i < end; i++) {
-    const AttentionItem& item = a.items[i % a.num_items];
-    const int64_t kv_head = i / a.num_items;
+    const AttentionItem& item = a.items[i / a.num_kv_heads];
+    const int64_t kv_head = i % a.num_kv_heads, shared = item.shared_chunks;
+    ChunkPlace after_item{0, 0, 0, 0};
+    if (i + 1 < end) {
+      const AttentionToken& first = a.tokens[a.items[(i + 1) / a.num_kv_heads].begin];
+      after_item = {first.sequence, (i + 1) % a.num_kv_heads, 0, first.visible};
+    }
     load_rows<T>(a, item, kv_head, s);
-    if (item.shared_chunks > 0) walk_chunks<C>(a, s, kv_head, 0, s.count, 0, item.shared_chunks);
+    if (shared > 0) {
+      const ChunkPlace own{s.rows[0].sequence, kv_head, shared, s.rows[0].visible};
+      walk_chunks<C>(a, s, kv_head, 0, s.count, 0, shared, own);
+    }
     for (int r = 0, next; r < s.count; r = next) {
-      int32_t most = 0;
-      for (next = r; next < s.count && s.rows[next].sequence == s.rows[r].sequence; next++)
-        most = most > s.rows[next].visible ? most : s.rows[next].visible;
-      walk_chunks<C>(a, s, kv_head, r, next, item.shared_chunks, (most + kAttentionChunk - 1) / kAttentionChunk);
+      for (next = r + 1; next < s.count && s.rows[next].sequence == s.rows[r].sequence;) next++;
+      const ChunkPlace sibling{s.rows[next % s.count].sequence, kv_head, shared, s.rows[next % s.count].visible};
+      walk_chunks<C>(a, s, kv_head, r, next, shared, INT64_MAX / kAttentionChunk, next < s.count ? sibling : after_item);
     }
     store_rows<T>(a, s);
   }

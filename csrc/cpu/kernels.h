@@ -82,7 +82,8 @@ struct AttentionArgs {
   float scale;
   const AttentionToken* tokens;
   const AttentionItem* items;
-  int64_t num_items;  // work item i of the kernel: KV head i / num_items, items[i % num_items]
+  // Work item i of the kernel is KV head i % num_kv_heads of items[i / num_kv_heads]: the heads of a block lie side by side
+  // in memory, so that one after the other they use the same pages.
   Dtype dtype, cache_dtype;
 };
 

@@ -129,9 +129,9 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   args.block_tables = layout.block_tables, args.block_tables_stride = layout.blocks_per_sequence;
   args.scale = static_cast<float>(scale);
   args.tokens = plan.tokens.data(), args.items = plan.items.data();
-  args.num_items = static_cast<int64_t>(plan.items.size());
+  const int64_t work_items = static_cast<int64_t>(plan.items.size()) * args.num_kv_heads;
   const double flops = 4.0 * static_cast<double>(plan.row_positions * args.num_heads * args.head_dim);
-  parallel(args.num_items * args.num_kv_heads, flops, [&](int64_t b, int64_t e) { kernels().attention(args, b, e); });
+  parallel(work_items, flops, [&](int64_t b, int64_t e) { kernels().attention(args, b, e); });
   return out;
 }
 
