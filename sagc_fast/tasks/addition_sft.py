@@ -62,7 +62,7 @@ ANSWERS_PER_SUM = 4
 """Answers per prompt, drawn independently; they share the prompt's part of the forward pass."""
 PEAK_RATE, FINAL_SHARE, WARMUP_STEPS, HORIZON = 3e-3, 0.02, 50, 4000
 """The learning rate rises linearly, then falls along a cosine that ends at ``HORIZON`` steps with a share of its peak.
-The shipped policy stops at 3,000: it is to be a beginning, not a good adder."""
+The shipped policy stops at 2,400: it is to be a beginning, not a good adder."""
 
 
 def worked(terms: list[int]) -> str:
@@ -179,7 +179,7 @@ def save_tokenizer(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the small policy of the addition task from random weights.")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, configuration and tokenizer")
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch-tokens", type=int, default=3000, help="tokens of a batch (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="threads; the weights' last bits depend on it")
