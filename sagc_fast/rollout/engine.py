@@ -71,7 +71,7 @@ class RolloutEngine:
         self.kv_dtype = model.dtype if kv_dtype is None else dtype_of(kv_dtype)
         self.eos_token_ids = _eos_token_ids(model, tokenizer) if eos_token_ids is None else tuple(eos_token_ids)
         self.policy_version = 0
-        """Number of :meth:`reset` calls so far; stamped on every group."""
+        """Optimizer steps behind the weights: each :meth:`reset` adds one. Stamped on every group."""
         self.stats = RolloutStats()
         """Of the last call that finished."""
         self.lengths = LengthHistory()
