@@ -48,7 +48,7 @@ RUNS = (
     DemoRun("sagc", "SAGC", {"kind": "sagc", "candidates": [4, 8, 16], "delta": 0.4}),
     DemoRun("fixed-4", "fixed G=4", {"kind": "fixed", "group_size": 4}),
 )
-"""``delta``: G=4 straggles in six of ten groups at the start and in a third once guessing is unlearnt, so .4 is met later."""
+"""``delta``: G=4 straggles in six of ten groups at first, in a third once guessing is unlearnt, so .4 is met later."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
