@@ -25,14 +25,17 @@ from sagc_fast.controller.sagc import SAGC
 from sagc_fast.controller.simulate import Scenario, run_policy
 from sagc_fast.errors import ConfigError
 
-TAUS = tuple(round(1.2 + 0.1 * i, 1) for i in range(39))
-"""Values of tau that are tried: 1.2 to 5.0 (ours)."""
+TAUS = tuple(sorted({round(1.2 * 1.05**i, 1) for i in range(44)}))
+"""Values of tau that are tried: 1.2 to 9.8, in steps of about 5% (ours)."""
 
 MIN_SPREAD = 0.05
 """Smallest difference of straggler rates worth steering on (ours)."""
 
 MANY_CLIPPED = 0.1
 """Share of completions at the length cap beyond which ratios are censored too much to trust (ours)."""
+
+FEW_GROUPS = 200
+"""Recorded groups below which the rates are too uncertain to be taken at their word (ours)."""
 
 NUM_GROUPS = 2000
 """Groups drawn per size to estimate its rates and costs."""
@@ -159,6 +162,9 @@ def _quiet_config(sizes: tuple[int, ...], tau: float, delta: float) -> SAGCConfi
 
 def _notes(process: Trace | LengthProcess, sizes: Sequence[int], tau: float, clipped: float) -> list[str]:
     notes = []
+    num_recorded = sum(map(len, process.steps)) if isinstance(process, Trace) else FEW_GROUPS
+    if num_recorded < FEW_GROUPS:
+        notes.append(f"The trace holds {num_recorded} groups only: its rates are uncertain by several points.")
     if isinstance(process, Trace) and process.largest_group < sizes[-1]:
         notes.append(
             f"The trace has no group larger than {process.largest_group}: G={sizes[-1]} was drawn from it with "
