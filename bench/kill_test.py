@@ -38,7 +38,7 @@ DEFAULT = {
     "threads": 1,
 }
 FIGURES = ("metrics.jsonl", "lengths.jsonl", "timeline.jsonl")
-TENSORS = ("model.safetensors", "optimizer.safetensors")
+TENSORS = ("model.safetensors", "optimizer.safetensors", "length_history.json")
 POLL_SECONDS = 0.002
 
 

@@ -2,6 +2,7 @@
 
     checkpoints/step-000010/     config.json, model.safetensors, tokenizer files    loadable by transformers as it is
                                  optimizer.safetensors                              moments, and masters of bf16 weights
+                                 length_history.json                                what the engine admits by
                                  state.json                                         everything else, see trainer.py
                                  manifest.json                                      size and SHA-256 of every file
 

@@ -20,11 +20,13 @@ from sagc_fast.errors import CheckpointError
 from sagc_fast.model.loader import load_model, load_tokenizer, save_model
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.train.checkpoint import Checkpoint
+from sagc_fast.train.length_history import SavedLengthHistory
 from sagc_fast.train.optimizer import PolicyOptimizer
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+LENGTHS_FILE = "length_history.json"
 
 
 def model_folder(path: str) -> Path:
@@ -46,7 +48,11 @@ def build_engine(config: TrainConfig, checkpoint: Checkpoint | None) -> RolloutE
     engine_options = {k: options[k] for k in ("kv_budget_gb", "block_size", "max_num_seqs", "max_batch_tokens")}
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, dtype=config.model.dtype, device=config.model.device)
-    return RolloutEngine(model, tokenizer, **engine_options)
+    engine = RolloutEngine(model, tokenizer, **engine_options)
+    engine.lengths = SavedLengthHistory()
+    if checkpoint is not None:
+        engine.lengths.load(checkpoint.path / LENGTHS_FILE)
+    return engine
 
 
 def build_reference(config: TrainConfig) -> torch.nn.Module | None:
@@ -72,8 +78,9 @@ def build_controller(options: ControllerOptions, seed: int, max_length: int) -> 
 
 
 def save_tensors(folder: Path, engine: RolloutEngine, optimizer: PolicyOptimizer) -> None:
-    """Weights and tokenizer in Hugging Face format, the optimizer beside them."""
+    """Weights and tokenizer in Hugging Face format, beside them the optimizer and the engine's length history."""
     save_model(engine.model, folder, tokenizer=engine.tokenizer)
+    engine.lengths.save(folder / LENGTHS_FILE)
     save_file({k: v.contiguous() for k, v in optimizer.state_tensors().items()}, folder / OPTIMIZER_FILE)
 
 

@@ -48,7 +48,7 @@ def events(run_dir: Path | str, kind: str) -> list[dict]:
 def assert_same_run(a: Path, b: Path, step: int) -> None:
     for name in ("metrics.jsonl", "lengths.jsonl", "timeline.jsonl"):
         assert without_seconds(a / name) == without_seconds(b / name), name
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    for name in ("model.safetensors", "optimizer.safetensors", "length_history.json"):
         folder = f"checkpoints/step-{step:06d}"
         assert (a / folder / name).read_bytes() == (b / folder / name).read_bytes(), name
 
@@ -138,8 +138,9 @@ def test_a_checkpoint_is_a_model_that_transformers_loads(tiny):
         {"algo": {"name": "dapo"}, "controller": {"hold": "tokens"}},
         {"model": {"dtype": "bf16"}, "algo": {"kl_beta": 0.1}, "update": {"old_logprobs": "recompute"}},
         {"update": {"num_epochs": 2, "num_minibatches": 2}, "controller": {"hold": "completions"}},
+        {"rollout": {"kv_budget_gb": 1.2e-5, "block_size": 4}, "evaluation": {"num_problems": 9}},
     ],
-    ids=["grpo", "dapo-tokens", "bf16-kl-recompute", "epochs-completions"],
+    ids=["grpo", "dapo-tokens", "bf16-kl-recompute", "epochs-completions", "preempted"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tiny, tmp_path, sections):
     """Stopped after step 3 as by a crash: everything after the checkpoint of step 2 is lost and done again."""
@@ -153,6 +154,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tiny, tmp_path, secti
     assert len(events(broken.run_dir, "step")) == 3
     Trainer(broken, resume=True).fit()
     assert_same_run(tmp_path / "straight", tmp_path / "broken", step=5)
+    if "rollout" in sections:
+        assert sum(r["num_preemptions"] for r in events(broken.run_dir, "step")) > 0
 
 
 def crash_after(trainer: Trainer, step: int) -> None:
@@ -315,6 +318,25 @@ def test_dynamic_sampling_without_signal_skips_the_update_and_goes_on(tiny):
         assert (record["is_skipped"], record["num_groups_kept"], record["num_groups_sampled"]) == (True, 0, 12)
         assert record["num_groups"] == 3
     assert trainer.state.position == 24
+
+
+def test_the_controller_sees_the_whole_first_round_whatever_is_dropped(tiny):
+    config = tiny(steps=3, algo={"name": "dapo"})
+    trainer = Trainer(config)
+    seen = []
+    build = trainer._build
+
+    def build_and_listen(*args):
+        build(*args)
+        observe = trainer.controller.observe
+        trainer.controller.observe = lambda lengths: (seen.append(lengths), observe(lengths))
+
+    trainer._build = build_and_listen
+    trainer.fit()
+    records = events(config.run_dir, "step")
+    assert any(r["num_groups_kept"] != r["num_groups"] or r["num_groups_sampled"] > r["num_groups"] for r in records)
+    assert seen == [r["lengths"] for r in read(Path(config.run_dir) / "lengths.jsonl")]
+    assert [len(lengths) for lengths in seen] == [r["num_groups"] for r in records] == [3, 3, 3]
 
 
 def test_mistakes_leave_no_run_directory_behind(tiny, tmp_path):

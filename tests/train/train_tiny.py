@@ -54,7 +54,7 @@ def tiny_values(policy: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": {"path": str(policy)},
         "task": {"name": "addition", "max_digits": 1, "max_terms": 2, "reward": "train_scorers:digits"},
-        "rollout": {"prompts_per_step": 3, "max_new_tokens": 12, "kv_budget_gb": 0.01, "max_num_seqs": 16},
+        "rollout": {"prompts_per_step": 3, "max_new_tokens": 12, "kv_budget_gb": 0.01, "max_num_seqs": 5},
         "controller": {"candidates": [2, 4], "tau": 1.5, "delta": 0.4},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
         "update": {"micro_batch_tokens": 64},
