@@ -74,7 +74,7 @@ def rope_and_cache(
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`sagc_fast.ops.reference.rope_and_cache`."""
-    if resolve("rope_and_cache", q_THD.device.type, q_THD.dtype) == "native":
+    if _is_native_with_cache("rope_and_cache", q_THD, k_cache):
         return native_module().rope_and_cache(
             q_THD, k_TKD, v_TKD, cos_PD2, sin_PD2, positions_T, k_cache, v_cache, slots_T
         )
@@ -85,9 +85,15 @@ def paged_attention(
     q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: PagedLayout, scale: float
 ) -> torch.Tensor:
     """See :func:`sagc_fast.ops.paged.paged_attention`."""
-    if resolve("paged_attention", q_THD.device.type, q_THD.dtype) == "native":
+    if _is_native_with_cache("paged_attention", q_THD, k_cache):
         return native_module().paged_attention(q_THD, k_cache, v_cache, layout, scale)
     return paged.paged_attention(q_THD, k_cache, v_cache, layout, scale)
+
+
+def _is_native_with_cache(op: str, q_THD: torch.Tensor, k_cache: torch.Tensor) -> bool:
+    """The cache's dtype may differ from the model's; native only where both are served."""
+    device = q_THD.device.type
+    return resolve(op, device, q_THD.dtype) == resolve(op, device, k_cache.dtype) == "native"
 
 
 def varlen_attention(
