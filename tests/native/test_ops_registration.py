@@ -20,7 +20,7 @@ def operands() -> dict[str, tuple]:
     rows, heads, kv_heads, head_dim, blocks = 3, 4, 2, 16, 4
     q, kv = torch.randn(rows, heads, head_dim), torch.randn(rows, kv_heads, head_dim)
     cache = torch.randn(blocks, kv_heads, 8, head_dim)
-    angles = torch.randn(10, head_dim // 2)
+    angles, positions = torch.randn(10, head_dim // 2), torch.arange(3)
     int32 = {"dtype": torch.int32}
     tables, none = torch.arange(4, **int32).view(2, 2), torch.tensor([-1, -1], **int32)
     lens, starts, zeros = torch.tensor([9, 16], **int32), torch.tensor([0, 1, 3], **int32), torch.zeros(2, **int32)
@@ -29,17 +29,7 @@ def operands() -> dict[str, tuple]:
         "rms_norm": (torch.randn(rows, 24), torch.randn(24), 1e-5),
         "add_rms_norm": (torch.randn(rows, 24), torch.randn(rows, 24), torch.randn(24), 1e-5),
         "silu_mul": (torch.randn(rows, 24),),
-        "rope_and_cache": (
-            q,
-            kv,
-            kv,
-            angles.cos(),
-            angles.sin(),
-            torch.arange(3),
-            cache,
-            cache.clone(),
-            torch.arange(3),
-        ),
+        "rope_and_cache": (q, kv, kv, angles.cos(), angles.sin(), positions, cache, cache.clone(), positions),
         "paged_attention": (q, cache, cache, starts, lens, tables, none, zeros, 0.2),
         "sample_tokens": (torch.randn(rows, 50), torch.rand(rows, dtype=torch.float64), torch.ones(rows)),
     }
