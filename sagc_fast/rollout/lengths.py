@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,16 @@ class LengthHistory:
         """Forget everything, as before the first call."""
         self._by_prompt.clear()
         self._overall = None
+
+    def state(self) -> dict[str, Any]:
+        """The history as plain values, JSON-able; prompts from the one not seen for longest to the newest."""
+        return {"overall": self._overall, "prompts": [[key.hex(), mean] for key, mean in self._by_prompt.items()]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state` gave, to the bit; what was recorded here before is forgotten."""
+        self.clear()
+        self._overall = state["overall"]
+        self._by_prompt.update((bytes.fromhex(key), mean) for key, mean in state["prompts"])
 
 
 def _key(token_ids: NDArray[np.int64]) -> bytes:

@@ -20,7 +20,6 @@ from sagc_fast.errors import CheckpointError
 from sagc_fast.model.loader import load_model, load_tokenizer, save_model
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.train.checkpoint import Checkpoint
-from sagc_fast.train.length_history import SavedLengthHistory
 from sagc_fast.train.optimizer import PolicyOptimizer
 
 logger = logging.getLogger(__name__)
@@ -49,9 +48,8 @@ def build_engine(config: TrainConfig, checkpoint: Checkpoint | None) -> RolloutE
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, dtype=config.model.dtype, device=config.model.device)
     engine = RolloutEngine(model, tokenizer, **engine_options)
-    engine.lengths = SavedLengthHistory()
-    if checkpoint is not None:
-        engine.lengths.load(checkpoint.path / LENGTHS_FILE)
+    if checkpoint is not None:  # the history orders admission, so idle rows and preemptions depend on it
+        engine.lengths.restore(json.loads((checkpoint.path / LENGTHS_FILE).read_text(encoding="utf-8")))
     return engine
 
 
@@ -80,7 +78,7 @@ def build_controller(options: ControllerOptions, seed: int, max_length: int) -> 
 def save_tensors(folder: Path, engine: RolloutEngine, optimizer: PolicyOptimizer) -> None:
     """Weights and tokenizer in Hugging Face format, beside them the optimizer and the engine's length history."""
     save_model(engine.model, folder, tokenizer=engine.tokenizer)
-    engine.lengths.save(folder / LENGTHS_FILE)
+    (folder / LENGTHS_FILE).write_text(json.dumps(engine.lengths.state()), encoding="utf-8")
     save_file({k: v.contiguous() for k, v in optimizer.state_tensors().items()}, folder / OPTIMIZER_FILE)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from sagc_fast.rollout.lengths import LengthHistory
@@ -36,3 +38,15 @@ def test_the_prompt_not_seen_for_longest_is_forgotten():
     history.clear()
     assert len(history) == 0
     assert history.overall is None
+
+
+def test_a_restored_history_goes_on_as_the_saved_one():
+    first, second = LengthHistory(max_prompts=3), LengthHistory(max_prompts=3)
+    for number, length in ((0, 3), (1, 10), (2, 1), (0, 8)):
+        first.record(prompt(number), [length, 7, 6])
+    second.record(prompt(9), [99])
+    second.restore(json.loads(json.dumps(first.state())))
+    for history in (first, second):
+        history.record(prompt(3), [1 / 3])
+    assert second.state() == first.state()
+    assert [second.expected(prompt(n)) is None for n in range(4)] == [False, True, False, False]
