@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hold", default="all", metavar="WHAT", help="prompts, completions, tokens or all (all)")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps per run (500)")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per step when prompts are held (16)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and controllers (0)")
     control = parser.add_argument_group("controller")
-    control.add_argument("--candidates", default="4,8,16", metavar="SIZES", help="4,8,16")
+    control.add_argument("--candidates", default="4,8,16", metavar="SIZES", help="group sizes to choose from (4,8,16)")
     control.add_argument("--tau", type=float, help="a group straggles when max > tau x median (2.0)")
     control.add_argument("--delta", type=float, help="straggler rate to hold (0.25)")
     control.add_argument("--eta", type=float, help="dual step (2.0)")
@@ -59,11 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cost.add_argument("--max-rows", type=int, help="rows the engine runs at once (256)")
     cost.add_argument("--update-us", type=float, metavar="US", help="update, per token (60)")
     cost.add_argument("--fixed-seconds", type=float, metavar="S", help="per step, whatever its size (1)")
-    cost.add_argument("--difficulty", default="0.5,0.5", metavar="A,B", help="success probabilities are Beta(A, B)")
+    cost.add_argument(
+        "--difficulty", default="0.5,0.5", metavar="A,B", help="success probabilities are Beta(A, B) (0.5,0.5)"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON in place of tables")
     output.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (.png, .svg); needs matplotlib")
-    output.add_argument("--suggest", metavar="TRACE", help="propose tau and delta from a trace, or from a process")
+    output.add_argument(
+        "--suggest",
+        nargs="?",
+        const="",
+        metavar="TRACE",
+        help="propose tau and delta from a trace, or from a process (PROCESS)",
+    )
     output.add_argument(
         "--keep", type=float, default=0.85, help="--suggest: share of informative groups to keep (0.85)"
     )
@@ -187,7 +195,10 @@ def _print_tables(comparison: Comparison, config: SAGCConfig, args: argparse.Nam
                 f"{row['padded_step_seconds']:7.2f} {row['informative_groups_per_step']:8.2f} | {equal['steps']:5d} "
                 f"{equal['informative_groups']:11,.0f}"
             )
-    print("\nseconds: continuous batching; padded: batches run to their longest; inform.: groups with right and wrong")
+    print(
+        "\nseconds: predicted by the cost model (--help), continuous batching; padded: batches run to their longest;\n"
+        f"inform.: expected groups with right and wrong answers, success probabilities Beta({args.difficulty})"
+    )
     for note in dict.fromkeys(note.partition(": ")[2] for note in comparison.notes):
         print(f"warning: {note}")
 
@@ -231,7 +242,7 @@ def _run_fast(args: argparse.Namespace) -> int:
 def _suggest(args: argparse.Namespace) -> int:
     from sagc_fast.controller.suggest import suggest
 
-    scenario = _scenario(args, args.suggest)
+    scenario = _scenario(args, args.suggest or args.process)
     found = suggest(scenario.process, _numbers(args.candidates, int, "--candidates"), scenario, args.keep)
     if args.json:
         print(json.dumps(found.as_dict(), indent=2))

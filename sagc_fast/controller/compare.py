@@ -14,6 +14,7 @@ from sagc_fast.controller.baselines import FixedG
 from sagc_fast.controller.config import ControllerWarning, SAGCConfig
 from sagc_fast.controller.cost_aware import CostAwareConfig, CostAwareSAGC
 from sagc_fast.controller.explorers import UCB, EpsilonGreedy, best_mixture
+from sagc_fast.controller.processes import Trace
 from sagc_fast.controller.prompt_aware import PromptAwareSAGC
 from sagc_fast.controller.sagc import SAGC
 from sagc_fast.controller.simulate import (
@@ -28,6 +29,10 @@ from sagc_fast.errors import ConfigError
 
 PAPER_ETA = 0.1
 """The dual step of the plain rule in comparisons; the paper gives no value, 0.1 is the textbook's small step (ours)."""
+
+RATE_MOMENTS, RATE_GROUPS, MIN_RATE_GROUPS = 8, 32_000, 100
+"""Of the estimate of a process's straggler rates: moments of the run and groups drawn over all of them, but never fewer
+than the last at one. A trace is asked at every recorded step, since a few steps may hold most of its stragglers."""
 
 DEFAULT_POLICIES = (
     "fixed-2",
@@ -111,7 +116,9 @@ def compare(
     progress: Callable[[str, str, int], None] | None = None,
 ) -> Comparison:
     """Run every policy under every hold. ``progress(hold, policy, steps_done)``. Raises ConfigError."""
-    table = straggler_probabilities(scenario.process, config.candidates, config.tau, moments=8, groups=4000)
+    moments = len(scenario.process.steps) if isinstance(scenario.process, Trace) else RATE_MOMENTS
+    groups = max(MIN_RATE_GROUPS, RATE_GROUPS // moments)
+    table = straggler_probabilities(scenario.process, config.candidates, config.tau, moments, groups)
     rates = table.mean(axis=0).tolist()
     oracle = best_mixture(list(config.utilities), rates, config.delta)
     for name in policies:

@@ -14,7 +14,7 @@ from sagc_fast.controller import SAGC, FixedG, SAGCConfig
 from sagc_fast.controller.compare import HindsightMixture, compare, static_frontier
 from sagc_fast.controller.costs import CostModel
 from sagc_fast.controller.fast import simulate_events
-from sagc_fast.controller.processes import LengthProcess, Mixture, Shock, parse_process, read_trace
+from sagc_fast.controller.processes import LengthProcess, Mixture, Shock, Trace, parse_process, read_trace
 from sagc_fast.controller.simulate import Scenario, run_policy, straggler_probabilities, summarise
 from sagc_fast.controller.suggest import suggest
 from sagc_fast.errors import ConfigError, DatasetError
@@ -200,6 +200,15 @@ def test_suggestions_tell_the_sizes_apart_and_are_kept_on_replay(tmp_path):
         suggest(LengthProcess(sigma=0.01), (4, 8, 16), Scenario(LengthProcess(), steps=10))
 
 
+def test_rates_of_a_trace_count_every_recorded_step():
+    """One step in forty straggles in every group: no coarser grid of moments may miss it or count it twice."""
+    calm, straggling = ((10,) * 4,) * 3, ((10, 10, 10, 90),) * 3
+    trace = Trace((*(calm,) * 6, straggling, *(calm,) * 33))
+    comparison = compare(SAGCConfig(candidates=(3, 4)), Scenario(trace, steps=40), ("fixed-4",), ("prompts",))
+    assert comparison.rates[4] == pytest.approx(1 / 40)
+    assert comparison.rows["prompts"][0]["straggler_rate"] == pytest.approx(1 / 40)
+
+
 def test_the_command_prints_tables_json_suggestions_and_pictures(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
@@ -217,6 +226,8 @@ def test_the_command_prints_tables_json_suggestions_and_pictures(tmp_path, capsy
     assert "tokens held" in capsys.readouterr().out
     assert main(["simulate", "--suggest", str(trace), "--steps", "50", "--json"]) == 0
     suggestion = json.loads(capsys.readouterr().out)
+    assert main(["simulate", str(trace), "--suggest", "--steps", "50", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == suggestion
     assert suggestion["tau"] > 1.0
     assert 0.0 < suggestion["delta"] < 1.0
     assert main(["simulate", "lognormal:sigma=0.5", "--delta", "0.4", "--fast", "--steps", "20000", "--json"]) == 0
