@@ -29,7 +29,7 @@ $(VENV)/.package: $(VENV)/.requirements setup.py pyproject.toml $(NATIVE_SOURCES
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-demo: setup  ## train the addition policy twice, fixed G=16 and SAGC, and compare (about five minutes)
+demo: setup  ## train the addition policy with fixed G=16, with SAGC and with fixed G=4, and compare (a few minutes)
 	$(BIN)/sagc-fast demo
 
 test: setup  ## run the tests (TESTS="tests/report -k timeline" narrows them)

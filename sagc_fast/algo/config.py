@@ -90,6 +90,8 @@ class LossConfig:
     kl_beta: float = 0.0
     """Weight of the KL penalty to the reference model; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimate of KL(policy || reference): with u = log pi_ref - log pi, k1 is -u, k2 u^2 / 2, k3
+    exp(u) - u - 1. As a loss term k1 has no gradient in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the penalty goes: a term of this loss, or subtracted from the rewards (rewards.py)."""
     entropy_coef: float = 0.0
@@ -98,6 +100,7 @@ class LossConfig:
     """Correction of rollout/training mismatch by w = pi_old / pi_rollout on the policy term: ``truncate`` weights by
     min(w, cap); ``mask`` weights by w and drops what lies outside [floor, cap]."""
     rollout_is_cap: float = 2.0
+    """Upper limit of ``truncate`` and of ``mask``."""
     rollout_is_floor: float = 0.0
     """Lower limit of ``mask``."""
     rollout_is_level: Literal["token", "sequence"] = "token"

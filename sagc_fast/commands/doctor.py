@@ -8,9 +8,9 @@ from pathlib import Path
 
 HELP = "show versions, backends, threads and memory, and check that they work together"
 EPILOG = """examples:
-  sagc-fast doctor                          everything on one screen; exit status 1 when a check fails
-  sagc-fast doctor --model models/smollm2   how many sequences a KV budget holds with this model
-  sagc-fast doctor --json                   the same for scripts"""
+  sagc-fast doctor                                        everything on one screen; exit status 1 when a check fails
+  sagc-fast doctor --model models/SmolLM2-135M-Instruct   how many sequences a KV budget holds with this model
+  sagc-fast doctor --json                                 the same for scripts"""
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 HELP = "write one HTML page about one or several runs"
 EPILOG = """examples:
   sagc-fast report runs/demo/sagc                          writes runs/demo/sagc/report.html
-  sagc-fast report runs/demo/sagc runs/demo/fixed          both in one page, written to report.html
+  sagc-fast report runs/demo/sagc runs/demo/fixed-16       both in one page, written to report.html
   sagc-fast report runs/a runs/b --out compare.html
 
 The page needs no network and no server: open it in a browser, print it, send it by mail. Runs that are still going or
