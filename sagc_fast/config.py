@@ -77,18 +77,29 @@ class RolloutOptions(Section):
         self._require(0 < self.temperature < math.inf, "temperature", "a finite number above 0 (groups need variety)")
 
 
+REQUIRED_BY_KIND: dict[str, dict[str, Any]] = {
+    # Every prompt is judged by its own groups and sized by itself, after the prompts have been drawn.
+    "prompt_aware": {"hold": "prompts", "signal": "group", "ratio": "group", "dwell": 1},
+    # Every length teaches every group size: nothing to explore, no first choice to make and none to calm.
+    "cost_aware": {"start": None, "dwell": 1},
+}
+"""Options of the controller that have one value only under that kind."""
+
+
 @dataclass(frozen=True)
 class ControllerOptions(Section):
     """Who chooses the group size. Defaults marked *ours* are not in the paper (arXiv:2606.02218)."""
 
     SECTION: ClassVar[str] = "controller"
 
-    kind: Literal["sagc", "fixed"] = "sagc"
-    """``sagc`` adapts the group size to stragglers; ``fixed`` keeps ``group_size``."""
+    kind: Literal["sagc", "fixed", "prompt_aware", "cost_aware"] = "sagc"
+    """``sagc`` adapts the group size to stragglers; ``fixed`` keeps ``group_size``. Beyond the paper: ``prompt_aware``
+    gives every prompt its own group size, and pays where prompts differ and come back; ``cost_aware`` seeks the most
+    utility per measured second, whatever the straggler rate."""
     group_size: int = 8
     """Completions per prompt under ``fixed``, at least 2. 8 is TRL's default."""
     candidates: tuple[int, ...] = (4, 8, 16)
-    """Group sizes that ``sagc`` chooses from, ascending, each at least 2; the paper's static baselines."""
+    """Group sizes to choose from, ascending, each at least 2; the paper's static baselines."""
     tau: float = 2.0
     """A group straggles when its longest completion exceeds tau times its median length (ours)."""
     delta: float = 0.25
@@ -124,6 +135,11 @@ class ControllerOptions(Section):
     """What stays constant when the group size changes. ``prompts``: ``rollout.prompts_per_step``, the only reading that
     gives the paper's saving. ``completions``: that times the largest group size. ``tokens``: that times the mean length
     of the first step, by the expected length of past steps (ours)."""
+    strength: float = 1.0
+    """Under ``prompt_aware``: groups after which a prompt's own history weighs as much as that of all (ours)."""
+    utility: Literal["log2", "informative"] = "log2"
+    """Under ``cost_aware``: what a group is worth, log2 G (paper) or the expected share of groups with right and wrong
+    answers (ours)."""
 
     def _check(self) -> None:
         self._require(
@@ -137,12 +153,15 @@ class ControllerOptions(Section):
         )
         self._require(1 < self.tau < math.inf, "tau", "a finite number above 1")
         self._require(0 < self.delta < 1, "delta", "between 0 and 1, both excluded")
-        self._above_zero("eta", "prior_alpha", "prior_beta", "lambda_max")
+        self._above_zero("eta", "prior_alpha", "prior_beta", "lambda_max", "strength")
         self._require(0 < self.gamma <= 1, "gamma", "in (0, 1]")
         self._require(0 <= self.lambda_0 <= self.lambda_max, "lambda_0", "between 0 and controller.lambda_max")
         self._at_least(1, "radius", "dwell")
         known_start = self.start is None or self.start in self.candidates
         self._require(known_start, "start", f"one of controller.candidates {list(self.candidates)}")
+        for name, only in REQUIRED_BY_KIND.get(self.kind, {}).items():
+            text = "unset" if only is None else f"{only}"
+            self._require(getattr(self, name) == only, name, f"{text} when controller.kind is {self.kind}")
 
     @property
     def max_group_size(self) -> int:

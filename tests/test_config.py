@@ -47,7 +47,25 @@ def test_the_controller_section_is_the_controllers_own_record():
     assert {n: ours.get(n, "missing") for n in theirs if n not in ("adv_scale", "max_length")} == {
         n: default for n, default in theirs.items() if n not in ("adv_scale", "max_length")
     }
-    assert set(ours) - set(theirs) == {"kind", "group_size"}
+    assert set(ours) - set(theirs) == {"kind", "group_size", "strength", "utility"}
+
+
+def test_the_other_controllers_defaults_are_theirs_too():
+    from sagc_fast.controller import CostAwareConfig
+    from sagc_fast.controller.prompt_aware import PRIOR_STRENGTH
+
+    ours = {f.name: f.default for f in fields(ControllerOptions)}
+    assert ours["strength"] == PRIOR_STRENGTH
+    theirs = {f.name: f.default for f in fields(CostAwareConfig) if f.name in ours}
+    assert theirs == {name: ours[name] for name in theirs}
+    assert set(theirs) == {"candidates", "utility", "hold", "radius", "tau"}
+
+
+def test_what_a_kind_needs_is_left_alone_and_every_kind_has_defaults_that_work():
+    for kind in ("sagc", "fixed", "prompt_aware", "cost_aware"):
+        assert config(controller={"kind": kind}).controller.kind == kind
+    assert config(controller={"kind": "cost_aware", "hold": "tokens", "utility": "informative"})
+    assert config(controller={"kind": "prompt_aware", "start": 16, "strength": 2})
 
 
 def test_records_are_frozen():
@@ -122,6 +140,21 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
         ({"controller": {"candidates": [4, "x"]}}, "controller.candidates[1] is 'x'; it must be a whole number"),
         ({"controller": {"delta": 1.0}}, "controller.delta is 1.0; it must be between 0 and 1"),
         ({"controller": {"hold": "steps"}}, "it must be prompts, completions or tokens"),
+        ({"controller": {"kind": "oracle"}}, "it must be sagc, fixed, prompt_aware or cost_aware"),
+        (
+            {"controller": {"kind": "prompt_aware", "hold": "tokens"}},
+            "controller.hold is 'tokens'; it must be prompts when controller.kind is prompt_aware.",
+        ),
+        (
+            {"controller": {"kind": "prompt_aware", "signal": "any"}},
+            "controller.signal is 'any'; it must be group",
+        ),
+        ({"controller": {"kind": "prompt_aware", "ratio": "reference"}}, "controller.ratio is 'reference'; it must be"),
+        ({"controller": {"kind": "prompt_aware", "dwell": 5}}, "controller.dwell is 5; it must be 1 when"),
+        ({"controller": {"kind": "prompt_aware", "strength": 0}}, "controller.strength is 0.0; it must be a finite"),
+        ({"controller": {"kind": "cost_aware", "dwell": 2}}, "controller.dwell is 2; it must be 1 when"),
+        ({"controller": {"kind": "cost_aware", "start": 8}}, "controller.start is 8; it must be unset when"),
+        ({"controller": {"kind": "cost_aware", "utility": "G"}}, "it must be log2 or informative"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature is 0.0; it must be a finite number above 0"),
         ({"rollout": {"temperature": "warm"}}, "rollout.temperature is 'warm'; it must be a number"),
         ({"rollout": {"temperature": float("nan")}}, "rollout.temperature is nan"),

@@ -10,19 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "ControllerWarning": "config",
+    "CostAwareConfig": "cost_aware",
+    "CostAwareSAGC": "cost_aware",
     "FixedG": "baselines",
+    "PromptAwareSAGC": "prompt_aware",
     "SAGC": "sagc",
     "SAGCConfig": "config",
     "advantage_scale": "hold",
     "num_prompts": "hold",
 }
 
-__all__ = ["SAGC", "ControllerWarning", "FixedG", "SAGCConfig", "advantage_scale", "num_prompts"]
+__all__ = [
+    "SAGC",
+    "ControllerWarning",
+    "CostAwareConfig",
+    "CostAwareSAGC",
+    "FixedG",
+    "PromptAwareSAGC",
+    "SAGCConfig",
+    "advantage_scale",
+    "num_prompts",
+]
 
 if TYPE_CHECKING:
     from sagc_fast.controller.baselines import FixedG
     from sagc_fast.controller.config import ControllerWarning, SAGCConfig
+    from sagc_fast.controller.cost_aware import CostAwareConfig, CostAwareSAGC
     from sagc_fast.controller.hold import advantage_scale, num_prompts
+    from sagc_fast.controller.prompt_aware import PromptAwareSAGC
     from sagc_fast.controller.sagc import SAGC
 
 

@@ -46,8 +46,18 @@ class RunData:
         return self.steps.get(name) or [None] * self.num_steps
 
     @property
+    def adapts(self) -> bool:
+        """True when the group size follows the lengths seen."""
+        return self.controller in ("sagc", "prompt_aware", "cost_aware")
+
+    @property
+    def size_column(self) -> str:
+        """The column that holds a step's group size; its mean where every prompt has its own."""
+        return "group_size_mean" if "group_size_mean" in self.steps else "group_size"
+
+    @property
     def arms(self) -> list[int]:
-        """Group sizes that the controller keeps a posterior for, ascending; empty for a fixed size."""
+        """Group sizes that the controller keeps a posterior for, ascending; empty when it keeps none."""
         return sorted({int(key.split(".")[1]) for key in self.steps if key.startswith("arms.")})
 
 

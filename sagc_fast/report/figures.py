@@ -96,7 +96,7 @@ def group_size_chart(runs: Sequence[RunData]) -> Chart:
     series = []
     caption = "completions per prompt in each step"
     for i, run in enumerate(runs):
-        steps, sizes = run.steps["step"], run.column("group_size")
+        steps, sizes = run.steps["step"], run.column(run.size_column)
         if len(steps) <= MANY_STEPS or len(set(sizes)) == 1:
             series.append(Series(steps, sizes, run_style(i), "steps", run.tag, run=i))
         else:  # hundreds of changes side by side would be one solid block
@@ -110,7 +110,7 @@ def group_size_chart(runs: Sequence[RunData]) -> Chart:
         caption=caption,
         x_label="optimizer step",
         series=series,
-        readouts=[Readout(i, "steps", "step", "group_size", r.name, run_style(i)) for i, r in enumerate(runs)],
+        readouts=[Readout(i, "steps", "step", r.size_column, r.name, run_style(i)) for i, r in enumerate(runs)],
         y_ticks=sorted(used),
     )
 

@@ -69,7 +69,7 @@ class RunSummary:
     @property
     def has_goal(self) -> bool:
         """True when a controller steered the straggler rate towards ``delta``."""
-        return self.run.controller == "sagc" and self.delta is not None
+        return self.run.controller in ("sagc", "prompt_aware") and self.delta is not None
 
 
 def summarize(run: RunData, num_steps: int | None = None) -> RunSummary:
@@ -97,7 +97,7 @@ def summarize(run: RunData, num_steps: int | None = None) -> RunSummary:
         phase_seconds=_phases(total),
         output_tokens=tokens,
         tokens_per_second=tokens / rollout if tokens and rollout else None,
-        group_size=mean("group_size"),
+        group_size=mean(run.size_column),
         straggler_rate=stragglers / groups if stragglers is not None and groups else mean("straggler_rate"),
         clipped_ratio=mean("clipped_ratio"),
         idle_fraction=mean("idle_fraction"),
@@ -131,7 +131,7 @@ def comparisons(runs: Sequence[RunData]) -> list[tuple[int, int]]:
     """
     base = pick_baseline(runs)
     whole = [i for i, run in enumerate(runs) if run.num_steps]
-    adaptive = [i for i in whole if runs[i].controller == "sagc"]
+    adaptive = [i for i in whole if runs[i].adapts]
     fixed = [i for i in whole if runs[i].controller == "fixed"]
     if not adaptive or not fixed:
         return [(i, base) for i in whole if i != base]
@@ -173,11 +173,7 @@ def single_sentences(run: RunData) -> list[str]:
             f" {compact(whole.reward_last)} (first and last tenth). It holds no pair of held-out evaluations."
         )
     if whole.straggler_rate is not None:
-        goal = (
-            f", against a goal of {percent(whole.delta)}"
-            if run.controller == "sagc" and whole.delta is not None
-            else ""
-        )
+        goal = f", against a goal of {percent(whole.delta)}" if whole.has_goal else ""
         size = f" at a mean group size of {compact(whole.group_size)}" if whole.group_size else ""
         sentences.append(f"{percent(whole.straggler_rate)} of its groups straggled{goal}{size}.")
     if whole.tokens_per_second and whole.idle_fraction is not None:

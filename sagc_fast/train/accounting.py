@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 TEXT_CHARS = 400
 """Characters of a completion's text kept in the timeline."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+COSTS = ("fixed_seconds", "iteration_seconds", "token_seconds")
+"""What the cost-aware controller has fitted: seconds per step, per decode iteration and per output token."""
 
 
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
@@ -124,9 +127,21 @@ def update_figures(update: UpdateResult) -> dict[str, Any]:
 
 
 def controller_figures(gauges: dict[str, Any], options: ControllerOptions) -> dict[str, Any]:
-    """The price of a straggler and the posteriors after this step's evidence."""
+    """The price of a straggler and the posteriors after this step's evidence; what a controller lacks is null or
+    absent."""
     figures = {"lambda": gauges.get("lambda"), "delta": options.delta, "tau": options.tau}
-    return figures if options.kind == "fixed" else {**figures, "arms": gauges["arms"]}
+    if options.kind == "cost_aware":
+        return figures | {"costs": {name: gauges[name] for name in COSTS}}
+    return figures | {"arms": gauges["arms"]} if "arms" in gauges else figures
+
+
+def group_size_figures(groups: Sequence[ScoredGroup], kind: str) -> dict[str, Any]:
+    """What became of the prompts' own group sizes; nothing where all are of the one that ``group_size`` says."""
+    if kind != "prompt_aware":
+        return {}
+    sizes = sorted(len(g.group.completions) for g in groups)
+    counts = {str(size): count for size, count in Counter(sizes).items()}
+    return {"group_size_mean": statistics.fmean(sizes), "group_size_counts": counts}
 
 
 def example_error(rollout: Rollout) -> str | None:

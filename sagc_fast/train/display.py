@@ -144,8 +144,9 @@ class LiveDisplay(Display):
 
 def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(name, text) of what matters most about a step."""
+    mean_size = record.get("group_size_mean")  # of a step whose prompts have sizes of their own
     return [
-        ("G", str(record["group_size"])),
+        ("G", str(record["group_size"]) if mean_size is None else f"{mean_size:.1f}"),
         ("reward", f"{record['reward_mean']:.3f}"),
         ("correct", f"{record['outcome_mean']:.0%}"),
         ("stragglers", f"{record['straggler_rate']:.0%}"),

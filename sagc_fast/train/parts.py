@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sagc_fast.config import ControllerOptions, TrainConfig
-from sagc_fast.controller import SAGC, FixedG, SAGCConfig
+from sagc_fast.controller import SAGC, CostAwareConfig, CostAwareSAGC, FixedG, PromptAwareSAGC, SAGCConfig
 from sagc_fast.errors import CheckpointError
 from sagc_fast.model.loader import load_model, load_tokenizer, save_model
 from sagc_fast.rollout.engine import RolloutEngine
@@ -62,16 +62,23 @@ def build_reference(config: TrainConfig) -> torch.nn.Module | None:
 
 
 def build_controller(options: ControllerOptions, seed: int, max_length: int) -> Any:
-    """SAGC or FixedG, with the draws keyed by the run's seed; compiled before the clock of the first step starts."""
+    """The controller of ``options.kind``, its draws keyed by the run's seed; compiled before the first step's clock."""
+
+    def given(record: type) -> dict[str, Any]:
+        names = {f.name for f in fields(record)}
+        return {name: value for name, value in asdict(options).items() if name in names}
 
     def make() -> Any:
         if options.kind == "fixed":
             return FixedG(options.group_size, tau=options.tau, delta=options.delta, max_length=max_length)
-        known = {f.name for f in fields(SAGCConfig)}
-        given = {name: value for name, value in asdict(options).items() if name in known}
-        return SAGC(SAGCConfig(**{**given, "max_length": max_length}), seed=seed)
+        if options.kind == "cost_aware":
+            return CostAwareSAGC(CostAwareConfig(**given(CostAwareConfig)))
+        config = SAGCConfig(**given(SAGCConfig), max_length=max_length)
+        if options.kind == "prompt_aware":
+            return PromptAwareSAGC(config, seed=seed, strength=options.strength)
+        return SAGC(config, seed=seed)
 
-    make().observe([[1, 1]])
+    make().observe([[1, 1]], problem_ids=[0])
     return make()
 
 

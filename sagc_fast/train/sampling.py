@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (groups finished, groups wanted) while a rollout runs."""
 
+GroupSizes = Callable[[Sequence[int]], Sequence[int]]
+"""Group size of every prompt drawn in the step so far, from their problem ids; earlier ones keep theirs."""
+
 
 @dataclass(frozen=True)
 class ScoredGroup:
@@ -73,11 +76,12 @@ def score_while_sampling(
     pool: ScoringPool,
     drawn: Draw,
     prompt_ids: Sequence[int],
-    group_size: int,
+    group_size: int | Sequence[int],
     params: SamplingParams,
     progress: Progress | None = None,
 ) -> tuple[list[ScoredGroup], float]:
-    """Sample a group per problem; each goes to the scoring workers as soon as it is complete.
+    """Sample a group per problem, of one size or of each its own; it goes to the scoring workers as soon as it is
+    complete.
 
     Returns the groups in order of the draw and the seconds spent waiting for scores at the end.
     """
@@ -121,9 +125,12 @@ class Sampler:
         self._engine, self._source, self._pool = engine, source, pool
         self._params, self._filters = params, filters
 
-    def sample(self, position: int, num_prompts: int, group_size: int, progress: Progress | None = None) -> Rollout:
+    def sample(
+        self, position: int, num_prompts: int, group_size: int | GroupSizes, progress: Progress | None = None
+    ) -> Rollout:
         """Groups for ``num_prompts`` prompts from ``position`` on; the next step goes on at ``rollout.next_position``.
 
+        ``group_size``: one for all prompts, or who to ask for one per prompt once they are drawn.
         With dynamic sampling, groups without signal are replaced by further prompts within the budget; when it is used
         up, the step goes on with the groups there are.
         """
@@ -136,8 +143,9 @@ class Sampler:
         while num_more > 0:
             drawn = self._source.draw("train", position, num_more)
             position = drawn.next_position
+            sizes = group_size if isinstance(group_size, int) else _sizes_of_new(group_size, groups, drawn.problems)
             scored, seconds = score_while_sampling(
-                self._engine, self._pool, drawn, drawn.positions, group_size, self._params, progress
+                self._engine, self._pool, drawn, drawn.positions, sizes, self._params, progress
             )
             groups += scored
             kept += [g for g in scored if self._is_wanted(g)]
@@ -162,3 +170,9 @@ class Sampler:
             return True
         completions = zip(scored.group.completions, scored.outcomes, strict=True)
         return has_signal([o for c, o in completions if not (self._filters.mask_truncated and c.is_truncated)])
+
+
+def _sizes_of_new(decide: GroupSizes, groups: Sequence[ScoredGroup], drawn: Sequence[Problem]) -> Sequence[int]:
+    """Sizes of the prompts just drawn. All of the step are asked about: a prompt's draw is keyed by its place in it."""
+    ids = [problem.problem_id for problem in (*(g.problem for g in groups), *drawn)]
+    return decide(ids)[len(groups) :]

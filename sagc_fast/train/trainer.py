@@ -83,14 +83,20 @@ class Trainer:
         step = self.state.step + 1
         group_size = self.controller.decide()
         num_prompts = self.prompt_budget.num_prompts(group_size)
+        sizes = self.controller.decide_groups if self.config.controller.kind == "prompt_aware" else group_size
 
-        rollout = self.sampler.sample(self.state.position, num_prompts, group_size, self._show("rollout"))
+        rollout = self.sampler.sample(self.state.position, num_prompts, sizes, self._show("rollout"))
         self._show("update")(0, len(rollout.kept))
         update = self.updater.update(step, rollout.kept)
         self.engine.reset()
 
         lengths = [g.group.lengths for g in rollout.first_round]
-        self.controller.observe(lengths)
+        self.controller.observe(
+            lengths,
+            num_clipped=sum(c.is_truncated for g in rollout.first_round for c in g.group.completions),
+            problem_ids=[g.problem.problem_id for g in rollout.first_round],
+            seconds=rollout.rollout_seconds + update.seconds,
+        )
         self.prompt_budget.observe(lengths)
 
         self.state.step = step
@@ -112,6 +118,7 @@ class Trainer:
             "controller": self.config.controller.kind,
             "group_size": group_size,
             **accounting.controller_figures(self.controller.gauges(), self.config.controller),
+            **accounting.group_size_figures(rollout.first_round, self.config.controller.kind),
             **accounting.straggler_figures(rollout.first_round, self.config.controller.tau),
             **accounting.completion_figures(rollout),
             **accounting.rollout_figures(rollout),

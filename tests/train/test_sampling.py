@@ -33,7 +33,7 @@ class FakeEngine:
         for index, (prompt, pid) in enumerate(zip(prompts, prompt_ids, strict=True)):
             completions = [
                 Completion(i, [7] * (1 + pid + i), [0.0] * (1 + pid + i), "stop", text=f"{pid}/{i}")
-                for i in range(group_size)
+                for i in range(group_size if isinstance(group_size, int) else group_size[index])
             ]
             groups.append(Group(index, prompt, completions, pid))
         for group in reversed(groups):
@@ -150,6 +150,22 @@ def test_it_judges_by_outcome_not_by_reward():
     """Rewards here are 0.75 and -0.25: shaped, different, and yet without a right answer in the second case."""
     s, _, _ = sampler(lambda pid, i: False, dynamic_sampling=True, max_refill_factor=1.0)
     assert s.sample(0, 2, 2).kept == []
+
+
+def test_prompts_may_have_sizes_of_their_own_and_a_refill_does_not_change_them():
+    """Every round asks about all prompts of the step so far, so a new one's place in the step is its own."""
+    s, engine, _ = sampler(lambda pid, i: pid % 2 == 0 and i == 0, dynamic_sampling=True)
+    asked = []
+
+    def decide(problem_ids):
+        asked.append(list(problem_ids))
+        return [2 + place for place in range(len(problem_ids))]
+
+    rollout = s.sample(0, 3, decide)
+    assert asked == [list(range(len(ids))) for ids in asked]
+    assert len(asked) > 1
+    assert [len(g.group.completions) for g in rollout.groups] == [2 + place for place in range(len(rollout.groups))]
+    assert list(engine.calls[0][1]) == [2, 3, 4]
 
 
 def test_off_keeps_everything():

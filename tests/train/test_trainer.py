@@ -329,7 +329,7 @@ def test_the_controller_sees_the_whole_first_round_whatever_is_dropped(tiny):
     def build_and_listen(*args):
         build(*args)
         observe = trainer.controller.observe
-        trainer.controller.observe = lambda lengths: (seen.append(lengths), observe(lengths))
+        trainer.controller.observe = lambda lengths, **more: (seen.append(lengths), observe(lengths, **more))
 
     trainer._build = build_and_listen
     trainer.fit()
