@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     summary = Trainer(config, resume=args.resume, force=args.force, stream=stream).fit()
     if summary["is_interrupted"]:
         print(f"stopped after step {summary['steps']}; to continue: {summary['resume_command']}", file=stream)
+    else:
+        print(f"done; for a page about the run: sagc-fast report {shlex.quote(summary['run_dir'])}", file=stream)
     if args.json:
         print(json.dumps(summary))
     return 0

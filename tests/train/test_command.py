@@ -23,7 +23,9 @@ def config_file(policy, tmp_path):
 def test_train_then_resume_and_grow(policy, tmp_path, capsys):
     run_dir = str(tmp_path / "run")
     assert main(["train", "--config", config_file(policy, tmp_path), "--run-dir", run_dir, "steps=1"]) == 0
-    assert "step 1/1  G 2" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 1/1  G 2" in out
+    assert out.endswith(f"sagc-fast report {run_dir}\n")
     assert main(["train", "--config", config_file(policy, tmp_path), "--run-dir", run_dir, "steps=1"]) == 2
     assert "continue it with --resume" in capsys.readouterr().err
     assert main(["train", "--resume", "--run-dir", run_dir, "steps=2", "--json"]) == 0
