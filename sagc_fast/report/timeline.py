@@ -15,7 +15,7 @@ from sagc_fast.report.charts import format_tick, nice_ticks, spaced_indices
 from sagc_fast.report.data import RunData
 from sagc_fast.report.text import compact, escape, percent
 
-MAX_SNAPSHOTS = 6
+MAX_SNAPSHOTS = 7
 """Snapshots shown of each run: the first, the last and some between (ours; more would only make the file larger)."""
 ROW_HEIGHT = 10
 BAR_HEIGHT = 8
