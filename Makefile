@@ -26,6 +26,7 @@ $(VENV)/.requirements: $(wildcard requirements/*.txt)
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.requirements setup.py pyproject.toml $(NATIVE_SOURCES)
+	@echo "Installing the package, native operators included; this takes about a minute."
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -164,7 +164,7 @@ def check_keys(
     hints = _field_types(config_class)
     for key in values:
         if key not in hints:
-            raise ConfigError(f"{where}: there is no option {prefix}{key}; {_suggestion(f'{prefix}{key}', root)}.")
+            raise ConfigError(f"{where}: there is no option {prefix}{key}; {_suggestion(f'{prefix}{key}', root)}")
     for f in fields(config_class):
         if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"{where}: {prefix}{f.name} is missing; it has no default.")
@@ -180,10 +180,10 @@ def _suggestion(path: str, root: type) -> str:
     near_paths = difflib.get_close_matches(path, paths, n=1, cutoff=0.6)
     near_last_parts = difflib.get_close_matches(last_part, list(by_last_part), n=1, cutoff=0.7)
     if last_part in by_last_part:
-        return f"did you mean {by_last_part[last_part]}"
+        return f"did you mean {by_last_part[last_part]}?"
     if near_paths or near_last_parts:
-        return f"did you mean {near_paths[0] if near_paths else by_last_part[near_last_parts[0]]}"
-    return "`sagc-fast train --fields` lists them all"
+        return f"did you mean {near_paths[0] if near_paths else by_last_part[near_last_parts[0]]}?"
+    return "`sagc-fast train --fields` lists them all."
 
 
 def _field_types(config_class: type) -> dict[str, Any]:

@@ -82,6 +82,12 @@ def summarize(run: RunData, num_steps: int | None = None) -> RunSummary:
     def mean(name: str) -> float | None:
         return sum(column(name)) / len(column(name)) if column(name) else None
 
+    def mean_over_completions(name: str) -> float | None:
+        """Steps of larger groups weigh more; runs that did not count their completions get the mean of the steps."""
+        counted = zip(run.column(name)[:n], run.column("num_completions_sampled")[:n], strict=True)
+        pairs = [(value, count) for value, count in counted if value is not None and count]
+        return sum(v * c for v, c in pairs) / sum(c for _, c in pairs) if pairs else mean(name)
+
     def total(name: str) -> float | None:
         return sum(column(name)) if column(name) else None
 
@@ -99,9 +105,9 @@ def summarize(run: RunData, num_steps: int | None = None) -> RunSummary:
         tokens_per_second=tokens / rollout if tokens and rollout else None,
         group_size=mean(run.size_column),
         straggler_rate=stragglers / groups if stragglers is not None and groups else mean("straggler_rate"),
-        clipped_ratio=mean("clipped_ratio"),
+        clipped_ratio=mean_over_completions("clipped_ratio"),
         idle_fraction=mean("idle_fraction"),
-        length=mean("length_mean"),
+        length=mean_over_completions("length_mean"),
         reward_first=_mean(rewards[:tenth]),
         reward_last=_mean(rewards[-tenth:]),
         accuracy_first=accuracies[0] if accuracies else None,
