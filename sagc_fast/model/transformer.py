@@ -181,5 +181,5 @@ class Transformer(nn.Module):
 
 
 def _head_norm(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Per-head norm of Qwen3, every (token, head) a row."""
-    return ops.rms_norm(x_THD.reshape(-1, x_THD.shape[-1]), weight_D, eps).view(x_THD.shape)
+    """Per-head norm of Qwen3, every (token, head) a row. With one head, reshape alone leaves a strided view of qkv."""
+    return ops.rms_norm(x_THD.reshape(-1, x_THD.shape[-1]).contiguous(), weight_D, eps).view(x_THD.shape)

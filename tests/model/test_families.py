@@ -31,6 +31,8 @@ CASES = {
     "qwen2": ("Qwen2Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "qwen3-one-kv-head": ("Qwen3Config", {"head_dim": 34, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "qwen3-one-head": ("Qwen3Config", {"head_dim": 6, "num_attention_heads": 1, "num_key_value_heads": 1}),
     "qwen3-tied-bias": ("Qwen3Config", {"tie_word_embeddings": True, "head_dim": 12, "attention_bias": True}),
 }
 TOLERANCE = 1e-4
