@@ -68,7 +68,9 @@ def describe_fields(config_class: type, prefix: str = "") -> Iterator[tuple[str,
         if is_dataclass(hint):
             yield from describe_fields(hint, f"{prefix}{f.name}.")
         else:
-            default = "required" if f.default is MISSING else "unset" if f.default is None else str(f.default)
+            is_required = f.default is MISSING and f.default_factory is MISSING
+            value = f.default if f.default_factory is MISSING else f.default_factory()
+            default = "required" if is_required else "unset" if value is None else str(value)
             yield prefix + f.name, default, docs.get(f.name, "")
 
 
@@ -117,6 +119,10 @@ def yaml_dialect() -> tuple[type, type]:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict:
             seen = set()
             for key_node, _ in node.value:
+                if isinstance(key_node, yaml.CollectionNode):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, "a key must be a name, not a list or a section", key_node.start_mark
+                    )
                 if key_node.value in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key_node.value} stands twice", key_node.start_mark

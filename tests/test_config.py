@@ -184,6 +184,7 @@ def test_bad_values_name_path_value_and_what_is_allowed(sections, wanted):
         ("model: {path: m}\ntask: {name: a}\n\trollout: 1\n", r"run\.yaml, line 3: not valid YAML"),
         ("steps: 3\nseed: 1\nsteps: 4\n", r"run\.yaml, line 3: not valid YAML \(the key steps stands twice\)"),
         ("- a\n- b\n", "holds a list"),
+        ("steps: 3\n[a, b]: 1\n", r"run\.yaml, line 2: not valid YAML \(a key must be a name"),
         ("", "model is missing"),
     ],
 )
@@ -217,6 +218,7 @@ def test_bad_overrides(override, wanted):
 
 def test_every_field_is_documented_and_no_default_is_lost():
     documented = {path: doc for path, _, doc in field_reference()}
+    assert [path for path, default, _ in field_reference() if default == "required"] == ["model.path", "task"]
 
     def check(config_class, prefix=""):
         from sagc_fast.config_parsing import _field_types

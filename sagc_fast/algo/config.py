@@ -203,8 +203,8 @@ def make_algorithm(options: Mapping[str, Any]) -> Algorithm:
     """
     given = dict(options)
     name = given.pop("name", "grpo")
-    if name not in ALGORITHMS:
-        raise ConfigError(f"algo.name is {name!r}; it must be {_alternatives(name, list(ALGORITHMS))}.")
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        raise ConfigError(f"algo.name is {name!r}; it must be {_alternatives(str(name), list(ALGORITHMS))}.")
     algorithm = ALGORITHMS[name]
     parts = {"advantage": algorithm.advantage, "loss": algorithm.loss, "filters": algorithm.filters}
     owners = {f.name: part for part, record in parts.items() for f in fields(record)}

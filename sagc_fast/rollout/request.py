@@ -101,8 +101,12 @@ def _token_ids(index: int, prompt: Prompt, vocab_size: int, context_length: int,
                 f"Prompt {index} is a string and the engine has no tokenizer; pass token ids, or load a model folder "
                 "that holds its tokenizer."
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # bytes of a command line that are not text arrive as lone surrogates
+            raise PromptError(f"Prompt {index} is {prompt!a:.80}; it is not valid Unicode text.") from None
         prompt = tokenizer.encode(prompt)
-    if not isinstance(prompt, Iterable):
+    if not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) != 1:  # arrays of no or two dimensions
         raise PromptError(f"Prompt {index} is {prompt!r:.80}; it must be a string or a list of token ids.")
     values = [value.item() if hasattr(value, "item") else value for value in prompt]
     if not values:

@@ -34,6 +34,7 @@ def test_options_lie_over_the_named_set_whichever_record_they_belong_to():
     ("options", "message"),
     [
         ({"name": "grop"}, "did you mean grpo"),
+        ({"name": ["grpo"]}, r"algo.name is \['grpo'\]; it must be one of"),
         ({"clip_hgh": 0.3}, "did you mean clip_high"),
         ({"clip_low": -0.1}, "algo.clip_low is -0.1"),
         ({"clip_low": "0.2"}, "algo.clip_low is '0.2'"),

@@ -8,6 +8,7 @@ import torch
 
 from sagc_fast.errors import BackendError, ConfigError, KVBudgetError, ModelLoadError, PromptError
 from sagc_fast.rollout.engine import RolloutEngine
+from sagc_fast.rollout.request import check_request
 from sagc_fast.types import SamplingParams
 
 
@@ -241,6 +242,7 @@ def test_a_budget_below_one_sequence_is_refused_before_any_work(helpers, engine_
         ({"prompts": [[2**70]]}, "Prompt 0 holds 1180591620717411303424"),
         ({"prompts": [["a"]]}, "Prompt 0 holds 'a'"),
         ({"prompts": [5]}, "Prompt 0 is 5; it must be a string or a list of token ids"),
+        ({"prompts": [np.array([[1, 2]])]}, "must be a string or a list of token ids"),
         ({"prompts": "text"}, "prompts is 'text'; pass a list"),
         ({"prompts": [[1], "text"]}, "Prompt 1 is a string and the engine has no tokenizer"),
         ({"prompts": [[1] * 128]}, "Prompt 0 has 128 tokens and the model's context 128; at most 127"),
@@ -300,3 +302,8 @@ def test_folder_without_tokenizer_serves_token_ids_alone(hf_folder, tmp_path):
 def test_a_missing_device_is_named(hf_folder):
     with pytest.raises(BackendError, match="torch sees no CUDA device"):
         RolloutEngine.from_pretrained(hf_folder("llama"), device="cuda")
+
+
+def test_text_that_is_not_unicode_is_named() -> None:
+    with pytest.raises(PromptError, match=r"Prompt 0 is '\\udcff'; it is not valid Unicode text"):
+        check_request(["\udcff"], 1, SamplingParams(), None, vocab_size=5, context_length=9, tokenizer=object())
