@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from sagc_fast.errors import PromptError
 
@@ -43,20 +44,27 @@ class SamplingParams:
     """Keep tokens at least this fraction as likely as the likeliest; 0.0 is off."""
 
     def __post_init__(self) -> None:
+        for name, convert in (
+            ("temperature", _plain_float), ("max_new_tokens", _plain_int), ("seed", _plain_int),
+            ("top_k", _plain_int), ("top_p", _plain_float), ("min_p", _plain_float),
+        ):  # fmt: skip
+            object.__setattr__(self, name, convert(getattr(self, name)))
         object.__setattr__(self, "stop", _as_tuple(self.stop, str, "stop"))
-        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids, int, "stop_token_ids"))
+        ids = _as_tuple(self.stop_token_ids, Integral, "stop_token_ids")
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
         checks = (
             (
-                isinstance(self.temperature, (int, float)) and 0 <= self.temperature < float("inf"),
+                _is_float(self.temperature) and 0 <= self.temperature < float("inf"),
                 "temperature",
                 "a finite number >= 0",
             ),
-            (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "max_new_tokens", "an integer >= 1"),
-            (isinstance(self.seed, int) and 0 <= self.seed < 2**64, "seed", "an integer in [0, 2**64)"),
-            (isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "an integer >= 0 (0 is off)"),
-            (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1] (1 is off)"),
-            (isinstance(self.min_p, (int, float)) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1] (0 is off)"),
+            (_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "max_new_tokens", "an integer >= 1"),
+            (_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", "an integer in [0, 2**64)"),
+            (_is_int(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0 (0 is off)"),
+            (_is_float(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1] (1 is off)"),
+            (_is_float(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1] (0 is off)"),
             (all(self.stop), "stop", "non-empty strings"),
+            (isinstance(self.ignore_eos, bool), "ignore_eos", "True or False"),
         )
         for ok, name, wanted in checks:
             if not ok:
@@ -68,10 +76,28 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+def _plain_int(value: Any) -> Any:
+    """Integers of any kind, numpy's included, as int; anything else, True and False too, as it is."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def _plain_float(value: Any) -> Any:
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_float(value: object) -> bool:
+    return type(value) is float
+
+
 def _as_tuple(value: object, item_type: type, name: str) -> tuple:
     items = (value,) if isinstance(value, item_type) else value
     if not isinstance(items, Sequence) or not all(isinstance(item, item_type) for item in items):
-        raise PromptError(f"SamplingParams.{name} is {value!r}; it must be a list of {item_type.__name__}.")
+        wanted = "strings" if item_type is str else "integers"
+        raise PromptError(f"SamplingParams.{name} is {value!r}; it must be a list of {wanted}.")
     return tuple(items)
 
 

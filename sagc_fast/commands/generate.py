@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HELP = "sample completions from a model folder, with the engine's statistics"
 EPILOG = """examples:
   sagc-fast generate --model models/SmolLM2-135M-Instruct --chat --prompt "Name three rivers." --n 4
+  sagc-fast generate --model addition --prompt "17+25=" --n 4
   sagc-fast generate --model DIR --prompt "2+3=" --prompt "7+8=" --n 8 --max-new-tokens 16 --stop "\\n"
   sagc-fast generate --model DIR --prompts-file prompts.jsonl --n 16 --temperature 0.7 --json > groups.jsonl
 
@@ -27,7 +28,9 @@ A prompts file holds one JSON value a line: a string, an object with "prompt" (a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model folder with its tokenizer")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="Hugging Face model folder with its tokenizer, or addition"
+    )
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
     parser.add_argument("--prompts-file", metavar="FILE", help="JSON lines with more prompts")
     parser.add_argument("--chat", action="store_true", help="wrap prompts in the tokenizer's chat template")
@@ -57,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
 
     from sagc_fast.rollout.engine import RolloutEngine
+    from sagc_fast.tasks.addition import model_folder
 
     engine = RolloutEngine.from_pretrained(
-        args.model, dtype=args.dtype, device=args.device, kv_budget_gb=args.kv_gb, threads=args.threads
+        model_folder(args.model), dtype=args.dtype, device=args.device, kv_budget_gb=args.kv_gb, threads=args.threads
     )
     if engine.tokenizer is None:
         raise ModelLoadError(

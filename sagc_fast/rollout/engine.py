@@ -59,7 +59,8 @@ class RolloutEngine:
         for name, value in (*sizes.items(), ("threads", 1 if threads is None else threads)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer >= 1.")
-        if not isinstance(kv_budget_gb, (int, float)) or not 0 < kv_budget_gb < float("inf"):
+        is_number = isinstance(kv_budget_gb, (int, float)) and not isinstance(kv_budget_gb, bool)
+        if not is_number or not 0 < kv_budget_gb < float("inf"):
             raise ConfigError(f"kv_budget_gb is {kv_budget_gb!r}; it must be a number of gigabytes above 0.")
         self.model = model
         self.tokenizer = tokenizer
@@ -69,7 +70,9 @@ class RolloutEngine:
         self.max_batch_tokens = max_batch_tokens
         self.threads = threads
         self.kv_dtype = model.dtype if kv_dtype is None else dtype_of(kv_dtype)
-        self.eos_token_ids = _eos_token_ids(model, tokenizer) if eos_token_ids is None else tuple(eos_token_ids)
+        self.eos_token_ids = (
+            _eos_token_ids(model, tokenizer) if eos_token_ids is None else _checked_ids(eos_token_ids, model)
+        )
         self.policy_version = 0
         """Optimizer steps behind the weights: each :meth:`reset` adds one. Stamped on every group."""
         self.stats = RolloutStats()
@@ -97,6 +100,8 @@ class RolloutEngine:
         """
         from sagc_fast.model.loader import TOKENIZER_FILES, load_model, load_tokenizer
 
+        if str(device).partition(":")[0] not in ("cpu", "cuda"):
+            raise BackendError(f"Device {device!r} is not one that the engine runs on; use 'cpu' or 'cuda'.")
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise BackendError(f"Device {device!r} was asked for and torch sees no CUDA device here; use device='cpu'.")
         model = load_model(folder, dtype=dtype, device=device)
@@ -241,3 +246,10 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if not ids and getattr(tokenizer, "eos_token_id", None) is not None:
         ids = (tokenizer.eos_token_id,)
     return ids
+
+
+def _checked_ids(ids: Sequence[int], model: Any) -> tuple[int, ...]:
+    vocab_size = model.config.vocab_size
+    if not isinstance(ids, Sequence) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        raise ConfigError(f"eos_token_ids is {ids!r}; it must be a list of token ids in [0, {vocab_size}).")
+    return tuple(ids)

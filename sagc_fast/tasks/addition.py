@@ -118,6 +118,11 @@ def policy_folder() -> Path:
     return Path(__file__).parent / "data" / "addition"
 
 
+def model_folder(path: str) -> Path:
+    """The folder that a model's name means: itself, or the policy shipped with the package."""
+    return policy_folder() if path == "addition" and not Path(path).exists() else Path(path)
+
+
 def _geometric(rng: random.Random, probability: float, cap: int) -> int:
     """Successes before the first failure, at most ``cap``."""
     count = 0

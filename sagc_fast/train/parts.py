@@ -19,6 +19,7 @@ from sagc_fast.controller import SAGC, CostAwareConfig, CostAwareSAGC, FixedG, P
 from sagc_fast.errors import CheckpointError
 from sagc_fast.model.loader import load_model, load_tokenizer, save_model
 from sagc_fast.rollout.engine import RolloutEngine
+from sagc_fast.tasks.addition import model_folder
 from sagc_fast.train.checkpoint import Checkpoint
 from sagc_fast.train.optimizer import PolicyOptimizer
 
@@ -26,15 +27,6 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LENGTHS_FILE = "length_history.json"
-
-
-def model_folder(path: str) -> Path:
-    """The folder that ``model.path`` means: itself, or the policy shipped with the package."""
-    if path == "addition" and not Path(path).exists():
-        from sagc_fast.tasks.addition import policy_folder
-
-        return policy_folder()
-    return Path(path)
 
 
 def build_engine(config: TrainConfig, checkpoint: Checkpoint | None) -> RolloutEngine:

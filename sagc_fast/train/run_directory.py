@@ -108,8 +108,8 @@ class RunDirectory:
         path = self.path / "versions.json"
         now = describe_environment(config)
         starts = []
-        if path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
+        before = _read_versions(path)
+        if before is not None:
             starts = before.pop("starts")
             differ = sorted(k for k in now if before.get(k) != now[k])
             if differ:
@@ -129,6 +129,20 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _read_versions(path: Path) -> dict[str, Any] | None:
+    """What an earlier start noted; None when it noted nothing, or nothing legible. Nothing in a run depends on it."""
+    if not path.is_file():
+        return None
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(before["starts"], list):
+            return before
+    except (ValueError, KeyError, TypeError):
+        pass
+    logger.warning("%s is not legible and is written anew; whether packages have changed cannot be said", path)
+    return None
 
 
 def describe_environment(config: TrainConfig) -> dict[str, Any]:

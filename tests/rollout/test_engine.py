@@ -281,12 +281,20 @@ def test_one_id_with_two_seeds_is_two_keys(helpers):
         ({"max_num_seqs": 1.5}, "max_num_seqs is 1.5"),
         ({"threads": 0}, "threads is 0"),
         ({"kv_budget_gb": 0}, "kv_budget_gb is 0"),
+        ({"kv_budget_gb": True}, "kv_budget_gb is True"),
+        ({"eos_token_ids": [-1]}, r"eos_token_ids is \[-1\]"),
+        ({"eos_token_ids": 5}, "eos_token_ids is 5"),
         ({"kv_dtype": "fp8"}, "dtype is 'fp8'; it must be one of fp32, bf16, fp16"),
     ],
 )
 def test_bad_settings_are_refused(helpers, settings, message):
     with pytest.raises(ConfigError, match=message):
         RolloutEngine(helpers.Model(), **settings)
+
+
+def test_a_device_that_is_none_is_refused(hf_folder):
+    with pytest.raises(BackendError, match="'nonsense'"):
+        RolloutEngine.from_pretrained(hf_folder("llama"), device="nonsense")
 
 
 def test_folder_without_tokenizer_serves_token_ids_alone(hf_folder, tmp_path):

@@ -117,3 +117,8 @@ def test_a_folder_without_tokenizer_is_named(hf_folder, capsys):
     path = hf_folder("llama", seed=9)
     assert main(["generate", "--model", str(path), "--prompt", "a"]) == 2
     assert f"Model folder {path} has no tokenizer" in capsys.readouterr().err
+
+
+def test_the_shipped_policy_goes_by_its_name(capsys):
+    assert main(["generate", "--model", "addition", "--prompt", "2+3=", "--n", "2", "--json"]) == 0
+    assert len(lines(capsys)[0]["completions"]) == 2

@@ -110,3 +110,15 @@ def test_the_log_holds_what_was_said(tiny):
     logging.getLogger("sagc_fast").warning("afterwards")
     assert "watch out" in (directory.path / "log.txt").read_text()
     assert "afterwards" not in (directory.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("content", ["garbage", "[]", "{}"])
+def test_illegible_versions_do_not_stand_in_the_way(tiny, caplog, content):
+    config = tiny()
+    with RunDirectory(config) as directory:
+        pass
+    path = directory.path / "versions.json"
+    path.write_text(content)
+    opened(config, resume=True)
+    assert "not legible" in caplog.text
+    assert len(json.loads(path.read_text())["starts"]) == 1
