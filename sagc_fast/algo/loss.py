@@ -194,7 +194,8 @@ def _ratio(
 ) -> torch.Tensor:
     if config.ratio_level == "sequence":
         mean_C = _segment_sum(log_ratio_N, completion_index_N, len(length_C)) / length_C
-        log_ratio_N = mean_C[completion_index_N]
+        # index_select, not indexing: its backward adds a sequence's tokens in a fixed order, whatever the threads do.
+        log_ratio_N = mean_C.index_select(0, completion_index_N)
     return log_ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
