@@ -279,21 +279,3 @@ def test_logprob_difference_by_hand():
     assert result.kl == pytest.approx(0.2583003, abs=1e-7)
     assert logprob_difference(train[:0], rollout[:0]).num_tokens == 0
     assert math.isnan(logprob_difference(torch.tensor([math.nan]), torch.tensor([0.0])).max_abs)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_gradient_repeats_to_the_bit_on_several_threads(name):
-    """A scatter with atomic adds would not: a resumed run must take the very steps of the uninterrupted one."""
-    config, batch = CONFIGS[name], random_batch(11, [30_000, 20_000, 1, 25_000], torch.float32)
-    normalizer = loss_normalizer(batch.lengths, config, MAX_LENGTH)
-    first, *others = (value_and_gradients(batch, lambda b: loss_of(b, config, normalizer).loss)[1] for _ in range(12))
-    assert all(torch.equal(gradient, first) for gradient in others)
