@@ -13,11 +13,19 @@ struct Level {
   bool (*supported)();
 };
 
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 // Features, not CPU names: hypervisors hide the latter.
 const Level kLevels[] = {
     {&kScalarKernels, [] { return true; }},
 #if defined(__x86_64__)
     {&kAvx2Kernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {&kAvx512Kernels, has_avx512},
 #endif
 };
 

@@ -18,15 +18,19 @@ struct bf16_t {
 
 enum class Dtype { kFloat32, kBFloat16 };
 
-// y[M, N] = x[M, K] weight[N, K]^T (+ bias[N]); x is fp32, y and the bias have y_dtype, sums are fp32.
+// y[M, N] = x[M, K] weight[N, K]^T (+ bias[N]); the bias has y_dtype, sums are fp32.
+//
+// In three steps: scratch of linear_scratch bytes (64-byte aligned; none when that is 0), linear_pack over all M rows of x,
+// linear over all linear_items. run_linear (linear_run.h) does all of it.
 struct LinearArgs {
-  const float* x;
+  const void* x;
   const void* weight;
   const void* bias;  // may be null
   void* y;
-  int64_t x_stride, weight_stride;  // elements between rows
+  void* scratch;                              // x in the form that the kernel reads
+  int64_t x_stride, weight_stride, y_stride;  // elements between rows
   int64_t M, N, K;
-  Dtype weight_dtype, y_dtype;
+  Dtype x_dtype, weight_dtype, y_dtype;
 };
 
 struct RmsNormArgs {
@@ -103,9 +107,10 @@ struct SampleArgs {
 
 struct KernelTable {
   const char* name;
+  int64_t (*linear_scratch)(const LinearArgs&);                        // bytes
+  void (*linear_pack)(const LinearArgs&, int64_t begin, int64_t end);  // rows of x into the scratch, if there is any
   int64_t (*linear_items)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t begin, int64_t end);
-  void (*widen)(const bf16_t* x, int64_t stride, float* y, int64_t width, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMulArgs&, int64_t begin, int64_t end);
   void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);
@@ -116,6 +121,7 @@ struct KernelTable {
 extern const KernelTable kScalarKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
 #endif
 
 // The table in use: the best one this CPU has, unless SAGC_CPU_LEVEL or set_level says otherwise.

@@ -11,4 +11,4 @@
 // clang-format on
 
 #define SAGC_KERNEL_TABLE(name) \
-  { name, linear_items, linear, widen, rms_norm, silu_mul, rope_and_cache, attention, sample }
+  { name, linear_scratch, linear_pack, linear_items, linear, rms_norm, silu_mul, rope_and_cache, attention, sample }

@@ -100,7 +100,9 @@ void linear_item(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t f
   const bool pack = !std::is_same<W, float>::value || padded != columns;
   const int64_t range = range_size(a.K);
   const W* weight = static_cast<const W*>(a.weight) + first_column * a.weight_stride;
-  const float* x = a.x + first_row * a.x_stride;
+  const bool packed_x = a.x_dtype != Dtype::kFloat32;
+  const int64_t x_stride = packed_x ? a.K : a.x_stride;
+  const float* x = static_cast<const float*>(packed_x ? a.scratch : a.x) + first_row * x_stride;
 
   Prefetch prefetch = prefetch_panel<W>(a, first_column + kPanel, rows);
   for (int64_t k = 0; k < a.K || k == 0; k += range) {
@@ -112,7 +114,7 @@ void linear_item(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t f
       w = packed, w_stride = range;
     }
     auto block = k == 0 ? panel_block<false> : panel_block<true>;
-    block(x + k, a.x_stride, rows, w, w_stride, width, padded, out, prefetch);
+    block(x + k, x_stride, rows, w, w_stride, width, padded, out, prefetch);
     if (range == 0) break;
   }
 
@@ -121,11 +123,25 @@ void linear_item(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t f
     for_each_vec(columns, [&](int64_t i, int n) {
       store_n(bias + i, load_n(static_cast<const Y*>(a.bias) + first_column + i, n), n);
     });
-  Y* y = static_cast<Y*>(a.y) + first_row * a.N + first_column;
+  Y* y = static_cast<Y*>(a.y) + first_row * a.y_stride + first_column;
   for (int64_t r = 0; r < rows; r++)
     for_each_vec(columns, [&](int64_t i, int n) {
-      store_n(y + r * a.N + i, Vec::load(out + r * kPanel + i) + Vec::load(bias + i), n);
+      store_n(y + r * a.y_stride + i, Vec::load(out + r * kPanel + i) + Vec::load(bias + i), n);
     });
+}
+
+int64_t linear_scratch(const LinearArgs& a) {
+  return a.x_dtype == Dtype::kFloat32 ? 0 : a.M * a.K * int64_t{sizeof(float)};
+}
+
+// bf16 rows as fp32, once for all panels.
+void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
+  if (a.x_dtype == Dtype::kFloat32) return;
+  for (int64_t r = begin; r < end; r++) {
+    const bf16_t* x = static_cast<const bf16_t*>(a.x) + r * a.x_stride;
+    float* out = static_cast<float*>(a.scratch) + r * a.K;
+    for_each_vec(a.K, [&](int64_t i, int n) { store_n(out + i, load_n(x + i, n), n); });
+  }
 }
 
 int64_t linear_items(const LinearArgs& a) {

@@ -1,7 +1,7 @@
 // torch.ops.sagc_fast.linear
 #include <optional>
 
-#include "torch_util.h"
+#include "linear_run.h"
 
 namespace sagc {
 namespace {
@@ -15,25 +15,21 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
   Tensor y = empty({M, N}, x.scalar_type());
   LinearArgs args{};
-  args.weight = weight.const_data_ptr(), args.weight_stride = weight.stride(0);
-  args.weight_dtype = dtype_of(weight, "weight"), args.y_dtype = dtype;
-  args.y = y.mutable_data_ptr();
+  args.x = x.const_data_ptr(), args.weight = weight.const_data_ptr(), args.y = y.mutable_data_ptr();
+  args.x_stride = x.stride(0), args.weight_stride = weight.stride(0), args.y_stride = N;
   args.M = M, args.N = N, args.K = K;
+  args.x_dtype = args.y_dtype = dtype, args.weight_dtype = dtype_of(weight, "weight");
   if (bias.has_value()) {
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous() && dtype_of(*bias, "bias") == dtype,
                     "linear needs a contiguous bias [N] of the dtype of x");
     args.bias = bias->const_data_ptr();
   }
-  Tensor x32 = x;
-  if (dtype == Dtype::kBFloat16) {
-    x32 = empty({M, K}, ScalarType::Float);
-    float* out = static_cast<float*>(x32.mutable_data_ptr());
-    const bf16_t* in = static_cast<const bf16_t*>(x.const_data_ptr());
-    const int64_t stride = x.stride(0);
-    parallel(M, static_cast<double>(M * K), [&](int64_t b, int64_t e) { kernels().widen(in, stride, out, K, b, e); });
+  std::optional<Tensor> scratch;
+  if (const int64_t bytes = kernels().linear_scratch(args); bytes > 0) {
+    scratch = empty({bytes}, ScalarType::Byte);
+    args.scratch = scratch->mutable_data_ptr();
   }
-  args.x = static_cast<const float*>(x32.const_data_ptr()), args.x_stride = x32.stride(0);
-  parallel(kernels().linear_items(args), 2.0 * M * N * K, [&](int64_t b, int64_t e) { kernels().linear(args, b, e); });
+  run_linear(args);
   return y;
 }
 

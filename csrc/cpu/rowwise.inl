@@ -3,11 +3,6 @@
 
 namespace {
 
-void widen(const bf16_t* x, int64_t stride, float* y, int64_t width, int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; t++)
-    for_each_vec(width, [&](int64_t i, int n) { store_n(y + t * width + i, load_n(x + t * stride + i, n), n); });
-}
-
 template <class T>
 void rms_norm_range(const RmsNormArgs& a, int64_t begin, int64_t end) {
   const T *x = static_cast<const T*>(a.x), *residual = static_cast<const T*>(a.residual);

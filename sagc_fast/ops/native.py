@@ -4,7 +4,7 @@ Importing this module loads the library; ImportError says that it is not built, 
 functions in plain torch, beside this file, document shapes and results; here stands only what differs. Each operator
 has a fake registration, so ``torch.compile`` and ``torch.export`` see through it. Nothing here has a gradient.
 
-Environment: ``SAGC_CPU_LEVEL`` = ``auto`` (default), ``scalar``, ``avx2`` narrows the instruction set.
+Environment: ``SAGC_CPU_LEVEL`` = ``auto`` (default), ``scalar``, ``avx2``, ``avx512`` narrows the instruction set.
 """
 
 from __future__ import annotations
