@@ -24,7 +24,10 @@ EXTRAS = {
 # What runs on any machine; [gpu] and [flash] need a CUDA one.
 EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard") for name in EXTRAS[extra]})
 
-CPU_SOURCES = ("library", "op_linear", "op_attention", "op_rowwise", "dispatch", "level_scalar", "level_avx2", "level_avx512")
+CPU_SOURCES = (
+    *("library", "op_linear", "op_attention", "op_rowwise"),
+    *("dispatch", "level_scalar", "level_avx2", "level_avx512"),
+)
 
 
 def torch_folder() -> Path | None:

@@ -7,7 +7,8 @@
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own headers pass undefined registers
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own headers pass undefined registers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #endif
 
