@@ -35,21 +35,23 @@ ALLOWED = {
     "train": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "report"},
     "eval": {"errors", "types", "tasks", "model", "rollout"},
     "integrations": {"errors", "types", "controller"},
+    "bench": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "train"},
 }
 # Programs: they may use every part, and no part may use them.
 PROGRAMS = {"cli", "commands", "__main__", "tasks.addition_sft"}
 # The only files that know backends, and the only ones that use transformers (for tokenizers and configurations).
 ONLY_FROM = {
-    "torch.ops": ("ops",),
+    "torch.ops": ("ops", "bench"),  # bench measures what else torch offers
     "triton": ("kernels",),
-    "transformers": ("model", "tasks.addition_sft", "commands"),
+    "transformers": ("model", "tasks.addition_sft", "commands", "bench"),  # bench: as a peer
 }
 # Modules that import no torch, whatever order they are imported in.
 TORCH_FREE = (
     "sagc_fast", "sagc_fast.errors", "sagc_fast.types", "sagc_fast.cli", "sagc_fast.config", "sagc_fast.report",
     "sagc_fast.rollout.sequence", "sagc_fast.rollout.block_manager", "sagc_fast.rollout.scheduler",
     "sagc_fast.rollout.noise", "sagc_fast.tasks", "sagc_fast.tasks.addition", "sagc_fast.tasks.dataset",
-    "sagc_fast.tasks.reasoning_gym", "sagc_fast.tasks.scoring", "sagc_fast.controller",
+    "sagc_fast.tasks.reasoning_gym", "sagc_fast.tasks.scoring", "sagc_fast.controller", "sagc_fast.bench",
+    "sagc_fast.bench.machine", "sagc_fast.bench.stats", "sagc_fast.bench.clock",
 )  # fmt: skip
 
 
