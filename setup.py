@@ -41,6 +41,13 @@ def torch_folder() -> Path | None:
     return None
 
 
+def controller_extension() -> list[Extension]:
+    """The reader of lists for the controller; it needs neither torch nor C++, and without it NumPy reads them."""
+    if os.environ.get("SAGC_BUILD_NATIVE", "1") == "0":
+        return []
+    return [Extension("sagc_fast.controller._fill", ["csrc/controller/fill.c"], py_limited_api=True, optional=True)]
+
+
 def cpu_extension() -> list[Extension]:
     """The CPU operators, optional throughout: whatever is missing, the package installs and runs on plain torch."""
     folder = torch_folder()
@@ -75,7 +82,8 @@ def cpu_extension() -> list[Extension]:
 
 
 class BuildStable(build_ext):
-    """Builds a library with torch's stable ABI and none of Python's: one file name for every interpreter, no PyInit."""
+    """Builds libraries that serve every interpreter, under one file name: the controller's reader goes by Python's
+    limited API, the operators by torch's stable ABI alone (no PyInit)."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", os.sep) + ".so"
@@ -128,7 +136,7 @@ setup(
         "rich",
     ],
     extras_require=EXTRAS,
-    ext_modules=cpu_extension(),
+    ext_modules=[*controller_extension(), *cpu_extension()],
     cmdclass={"build_ext": BuildStable, "bdist_wheel": StableWheel},
     entry_points={"console_scripts": ["sagc-fast=sagc_fast.cli:main"]},
 )

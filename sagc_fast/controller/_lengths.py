@@ -7,6 +7,15 @@ from typing import Any
 
 import numpy as np
 
+try:
+    from sagc_fast.controller._fill import fill
+except ImportError:  # built without a C compiler or Python's headers
+
+    def fill(groups: Any, values: np.ndarray) -> bool:
+        """Stands in for csrc/controller/fill.c and leaves the work to NumPy."""
+        return False
+
+
 NO_OFFSETS = np.zeros(1, np.int64)
 
 
@@ -20,7 +29,9 @@ def flatten(lengths: Any) -> tuple[np.ndarray, int, np.ndarray]:
         return values, max(1, lengths.shape[1]), NO_OFFSETS
     try:
         sizes = list(map(len, lengths))
-        values = np.fromiter(chain.from_iterable(lengths), np.float64, sum(sizes))
+        values = np.empty(sum(sizes))
+        if not fill(lengths, values):
+            values = np.fromiter(chain.from_iterable(lengths), np.float64, values.size)
     except (TypeError, ValueError) as error:
         raise ValueError(
             "observe() wants one sequence of completion lengths per group, such as [[12, 30], [8, 9]]; "

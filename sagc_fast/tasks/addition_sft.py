@@ -137,7 +137,9 @@ def train(num_steps: int, batch_tokens: int, seed: int) -> Transformer:
     for step in range(num_steps):
         batch = next(batches)
         hidden_TE = model.forward_packed(batch.token_ids_T, batch.layout)
-        logprob_N, _ = ops.token_logprobs(hidden_TE.index_select(0, batch.source_rows_N), model.lm_head_weight, batch.targets_N)
+        logprob_N, _ = ops.token_logprobs(
+            hidden_TE.index_select(0, batch.source_rows_N), model.lm_head_weight, batch.targets_N
+        )
         loss = -logprob_N.mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
