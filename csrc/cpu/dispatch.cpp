@@ -26,6 +26,7 @@ const Level kLevels[] = {
 #if defined(__x86_64__)
     {&kAvx2Kernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
     {&kAvx512Kernels, has_avx512},
+    {&kAvx512Bf16Kernels, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }},
 #endif
 };
 

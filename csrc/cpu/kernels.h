@@ -122,6 +122,7 @@ extern const KernelTable kScalarKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+extern const KernelTable kAvx512Bf16Kernels;
 #endif
 
 // The table in use: the best one this CPU has, unless SAGC_CPU_LEVEL or set_level says otherwise.

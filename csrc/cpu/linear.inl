@@ -8,23 +8,34 @@
 
 namespace {
 
-constexpr int kPanel = 16;           // weight rows per panel: a cache line of y, and a multiple of the tile's 4 columns
-constexpr int64_t kMaxRange = 384;   // elements of k per range: 16 x 384 x 4 bytes = 24 KB of a 32 KB L1 cache
-constexpr int64_t kMaxBlock = 192;   // rows of x per block at most
-constexpr int64_t kPrefetchRows = 3;
+constexpr int kPanel = 16;                 // weight rows per panel: a cache line of y, and a multiple of every tile's columns
+constexpr int64_t kPanelBytes = 24 * 1024;  // of its slice at most, in a 32 KB L1 cache
+constexpr int64_t kMaxBlock = 192;         // rows of x per block at most
 constexpr int64_t kBlockBytes = 256 * 1024;
+constexpr int64_t kPrefetchRows = 3;
+constexpr int kTileRows = Vec::kWidth >= 16 ? 6 : 3;  // as many as accumulators fit into the registers beside 4 columns
 
-inline int64_t block_rows(int64_t K) {
-  int64_t rows = kBlockBytes / (K * static_cast<int64_t>(sizeof(float)) + 1);
+// What differs between the products: how elements meet, and their types in memory.
+template <class DOT, class X, class W>
+struct Product {
+  using Dot = DOT;
+  using XType = X;
+  using WType = W;
+  static constexpr int64_t kMaxRange = kPanelBytes / kPanel / static_cast<int64_t>(sizeof(X));
+};
+
+template <class P>
+int64_t block_rows(int64_t K) {
+  int64_t rows = kBlockBytes / (K * static_cast<int64_t>(sizeof(typename P::XType)) + 1);
   rows = rows > kMaxBlock ? kMaxBlock : rows;
   return rows < 48 ? 48 : rows / 6 * 6;
 }
 
-inline int64_t range_size(int64_t K) {
-  int64_t ranges = (K + kMaxRange - 1) / kMaxRange;
+template <class P>
+int64_t range_size(int64_t K) {
+  const int64_t ranges = (K + P::kMaxRange - 1) / P::kMaxRange;
   if (ranges <= 1) return K;
-  int64_t size = (K + ranges - 1) / ranges;
-  return (size + Vec::kWidth - 1) / Vec::kWidth * Vec::kWidth;
+  return ((K + ranges - 1) / ranges + P::Dot::kWidth - 1) / P::Dot::kWidth * P::Dot::kWidth;
 }
 
 // Fetches the next panel into the L2 cache, some lines per tile of the present one, so that weights that come from memory
@@ -40,81 +51,102 @@ struct Prefetch {
   }
 };
 
-template <class W>
+template <class P>
 Prefetch prefetch_panel(const LinearArgs& a, int64_t column, int64_t rows) {
+  using W = typename P::WType;
   Prefetch p;
   if (rows < kPrefetchRows || column >= a.N || a.weight_stride != a.K) return p;
-  const int64_t columns = a.N - column < kPanel ? a.N - column : kPanel, range = range_size(a.K);
-  const int64_t tiles = (rows + 2) / 3 * (kPanel / 4) * ((a.K + range - 1) / range);
+  const int64_t columns = a.N - column < kPanel ? a.N - column : kPanel, range = range_size<P>(a.K);
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows * (kPanel / 4) * ((a.K + range - 1) / range);
   p.at = static_cast<const char*>(a.weight) + column * a.K * int64_t{sizeof(W)};
   p.end = p.at + columns * a.K * int64_t{sizeof(W)};
   p.lines_per_tile = ((p.end - p.at) / 64 + tiles - 1) / tiles;
   return p;
 }
 
-template <int ROWS, bool ACCUMULATE>
-inline __attribute__((always_inline)) void panel_rows(const float* x, int64_t x_stride, const float* w, int64_t w_stride,
-                                                      int64_t width, int columns, float* out, Prefetch& prefetch) {
-  const float *xr[ROWS], *wc[4];
+// A panel's slice, as it lies in memory or widened.
+template <class W>
+struct Panel {
+  const W* w;
+  int64_t stride, width;
+  int columns;  // of the 16; a tile that reaches beyond repeats the last one
+};
+
+// Few rows take more columns at a time, to keep enough multiply-adds in flight.
+constexpr int tile_columns(int rows) { return rows <= 1 ? (kTileRows > 3 ? 16 : 8) : rows <= 3 && kTileRows > 3 ? 8 : 4; }
+
+template <class Dot, int ROWS, bool ACCUMULATE, class X, class W>
+inline __attribute__((always_inline)) void panel_rows(const X* x, int64_t x_stride, const Panel<W>& panel, float* out,
+                                                      Prefetch& prefetch) {
+  constexpr int COLS = tile_columns(ROWS);
+  const X* xr[ROWS];
+  const W* wc[COLS];
   float* o[ROWS];
   for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride, o[r] = out + r * kPanel;
-  for (int c = 0; c < columns; c += 4) {
+  for (int c = 0; c < panel.columns; c += COLS) {
     prefetch.advance();
-    for (int j = 0; j < 4; j++) wc[j] = w + (c + j) * w_stride;
-    dot_tile<ROWS, 4, ACCUMULATE>(xr, wc, width, o);
-    for (int r = 0; r < ROWS; r++) o[r] += 4;
+    for (int j = 0; j < COLS; j++) wc[j] = panel.w + (c + j < panel.columns ? c + j : panel.columns - 1) * panel.stride;
+    dot_tile<Dot, ROWS, COLS, ACCUMULATE>(xr, wc, panel.width, o);
+    for (int r = 0; r < ROWS; r++) o[r] += COLS;
   }
 }
 
-// All rows of a block against one panel slice; `columns` is a multiple of 4.
-template <bool ACCUMULATE>
-void panel_block(const float* x, int64_t x_stride, int64_t rows, const float* w, int64_t w_stride, int64_t width, int columns,
-                 float* out, Prefetch& prefetch) {
+template <class Dot, int ROWS, bool ACCUMULATE, class X, class W>
+void panel_few_rows(int64_t rows, const X* x, int64_t x_stride, const Panel<W>& panel, float* out, Prefetch& prefetch) {
+  if (rows == ROWS)
+    panel_rows<Dot, ROWS, ACCUMULATE>(x, x_stride, panel, out, prefetch);
+  else if constexpr (ROWS > 1)
+    panel_few_rows<Dot, ROWS - 1, ACCUMULATE>(rows, x, x_stride, panel, out, prefetch);
+}
+
+// All rows of a block against one panel slice.
+template <class Dot, bool ACCUMULATE, class X, class W>
+void panel_block(const X* x, int64_t x_stride, int64_t rows, const Panel<W>& panel, float* out, Prefetch& prefetch) {
   int64_t r = 0;
-  for (; r + 3 <= rows; r += 3)
-    panel_rows<3, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel, prefetch);
-  if (rows - r == 2)
-    panel_rows<2, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel, prefetch);
-  else if (rows - r == 1)
-    panel_rows<1, ACCUMULATE>(x + r * x_stride, x_stride, w, w_stride, width, columns, out + r * kPanel, prefetch);
-}
-
-// The panel's slice as fp32 in `packed`, rows past `columns` zero.
-template <class W>
-void pack_panel(const W* w, int64_t w_stride, int columns, int64_t width, float* packed, int64_t packed_stride) {
-  for (int c = 0; c < kPanel; c++) {
-    float* p = packed + c * packed_stride;
-    if (c < columns)
-      for_each_vec(width, [&](int64_t i, int n) { store_n(p + i, load_n(w + c * w_stride + i, n), n); });
-    else
-      for (int64_t i = 0; i < width; i++) p[i] = 0.0f;
+  for (; rows - r >= 2 * kTileRows || rows - r == kTileRows; r += kTileRows)
+    panel_rows<Dot, kTileRows, ACCUMULATE>(x + r * x_stride, x_stride, panel, out + r * kPanel, prefetch);
+  for (int64_t n; r < rows; r += n) {  // the last rows in equal parts
+    n = rows - r > kTileRows ? (rows - r + 1) / 2 : rows - r;
+    panel_few_rows<Dot, kTileRows, ACCUMULATE>(n, x + r * x_stride, x_stride, panel, out + r * kPanel, prefetch);
   }
 }
 
-template <class W, class Y>
-void linear_item(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t first_column) {
-  alignas(64) float packed[kPanel * kMaxRange];
+inline void widen_panel(const Panel<bf16_t>& panel, float* out, int64_t stride) {
+  for (int c = 0; c < panel.columns; c++)
+    for_each_vec(panel.width, [&](int64_t i, int n) {
+      store_n(out + c * stride + i, load_n(panel.w + c * panel.stride + i, n), n);
+    });
+}
+
+template <class P, class Y>
+void linear_item(const LinearArgs& a, const typename P::XType* x, int64_t x_stride, int64_t rows, int64_t first_column, Y* y) {
+  using Dot = typename P::Dot;
+  using X = typename P::XType;
+  using W = typename P::WType;
+  constexpr bool kWidens = !std::is_same<X, W>::value;
+  alignas(64) float widened[kWidens ? kPanel * P::kMaxRange : 1];
   alignas(64) float out[kMaxBlock * kPanel];
   const int columns = static_cast<int>(a.N - first_column < kPanel ? a.N - first_column : kPanel);
-  const int padded = (columns + 3) / 4 * 4;
-  const bool pack = !std::is_same<W, float>::value || padded != columns;
-  const int64_t range = range_size(a.K);
+  const int64_t range = range_size<P>(a.K);
   const W* weight = static_cast<const W*>(a.weight) + first_column * a.weight_stride;
-  const bool packed_x = a.x_dtype != Dtype::kFloat32;
-  const int64_t x_stride = packed_x ? a.K : a.x_stride;
-  const float* x = static_cast<const float*>(packed_x ? a.scratch : a.x) + first_row * x_stride;
 
-  Prefetch prefetch = prefetch_panel<W>(a, first_column + kPanel, rows);
-  for (int64_t k = 0; k < a.K || k == 0; k += range) {
-    const int64_t width = a.K - k < range ? a.K - k : range;
-    const float* w = reinterpret_cast<const float*>(weight + k);
-    int64_t w_stride = a.weight_stride;
-    if (pack) {
-      pack_panel(weight + k, a.weight_stride, columns, width, packed, range);
-      w = packed, w_stride = range;
+  Prefetch prefetch = prefetch_panel<P>(a, first_column + kPanel, rows);
+  for (int64_t k = 0; k == 0 || k < a.K; k += range) {
+    Panel<W> panel{weight + k, a.weight_stride, a.K - k < range ? a.K - k : range, columns};
+    auto block = [&](const auto& slice) {
+      k == 0 ? panel_block<Dot, false>(x + k, x_stride, rows, slice, out, prefetch)
+             : panel_block<Dot, true>(x + k, x_stride, rows, slice, out, prefetch);
+    };
+    if constexpr (kWidens) {
+      if (rows > 2 * kTileRows) {  // fewer rows widen as they go
+        widen_panel(panel, widened, range);
+        block(Panel<float>{widened, range, panel.width, columns});
+      } else {
+        block(panel);
+      }
+    } else {
+      block(panel);
     }
-    auto block = k == 0 ? panel_block<false> : panel_block<true>;
-    block(x + k, x_stride, rows, w, w_stride, width, padded, out, prefetch);
     if (range == 0) break;
   }
 
@@ -123,20 +155,55 @@ void linear_item(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t f
     for_each_vec(columns, [&](int64_t i, int n) {
       store_n(bias + i, load_n(static_cast<const Y*>(a.bias) + first_column + i, n), n);
     });
-  Y* y = static_cast<Y*>(a.y) + first_row * a.y_stride + first_column;
   for (int64_t r = 0; r < rows; r++)
     for_each_vec(columns, [&](int64_t i, int n) {
       store_n(y + r * a.y_stride + i, Vec::load(out + r * kPanel + i) + Vec::load(bias + i), n);
     });
 }
 
+template <class P, class Y>
+void linear_range(const LinearArgs& a, const void* x, int64_t x_stride, int64_t begin, int64_t end) {
+  const int64_t panels = (a.N + kPanel - 1) / kPanel, block = block_rows<P>(a.K);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t first_row = i / panels * block, first_column = i % panels * kPanel;
+    linear_item<P>(a, static_cast<const typename P::XType*>(x) + first_row * x_stride, x_stride,
+                   a.M - first_row < block ? a.M - first_row : block, first_column,
+                   static_cast<Y*>(a.y) + first_row * a.y_stride + first_column);
+  }
+}
+
+template <class P>
+void linear_range(const LinearArgs& a, const void* x, int64_t x_stride, int64_t begin, int64_t end) {
+  a.y_dtype == Dtype::kFloat32 ? linear_range<P, float>(a, x, x_stride, begin, end)
+                               : linear_range<P, bf16_t>(a, x, x_stride, begin, end);
+}
+
+template <class P>
+int64_t product_items(const LinearArgs& a) {
+  const int64_t block = block_rows<P>(a.K);
+  return (a.M + block - 1) / block * ((a.N + kPanel - 1) / kPanel);
+}
+
+#ifdef SAGC_BF16_DOT
+using Bf16Product = Product<SAGC_BF16_DOT, bf16_t, bf16_t>;
+#endif
+
+// Both operands bf16, and instructions for it: nothing has to be widened.
+inline bool meets_in_bf16(const LinearArgs& a) {
+#ifdef SAGC_BF16_DOT
+  return a.x_dtype == Dtype::kBFloat16 && a.weight_dtype == Dtype::kBFloat16;
+#else
+  return false;
+#endif
+}
+
 int64_t linear_scratch(const LinearArgs& a) {
-  return a.x_dtype == Dtype::kFloat32 ? 0 : a.M * a.K * int64_t{sizeof(float)};
+  return a.x_dtype == Dtype::kFloat32 || meets_in_bf16(a) ? 0 : a.M * a.K * int64_t{sizeof(float)};
 }
 
 // bf16 rows as fp32, once for all panels.
 void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
-  if (a.x_dtype == Dtype::kFloat32) return;
+  if (linear_scratch(a) == 0) return;
   for (int64_t r = begin; r < end; r++) {
     const bf16_t* x = static_cast<const bf16_t*>(a.x) + r * a.x_stride;
     float* out = static_cast<float*>(a.scratch) + r * a.K;
@@ -145,26 +212,21 @@ void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
 }
 
 int64_t linear_items(const LinearArgs& a) {
-  int64_t block = block_rows(a.K);
-  return (a.M + block - 1) / block * ((a.N + kPanel - 1) / kPanel);
-}
-
-template <class W, class Y>
-void linear_range(const LinearArgs& a, int64_t begin, int64_t end) {
-  const int64_t panels = (a.N + kPanel - 1) / kPanel, block = block_rows(a.K);
-  for (int64_t i = begin; i < end; i++) {
-    int64_t first_row = i / panels * block;
-    int64_t rows = a.M - first_row < block ? a.M - first_row : block;
-    linear_item<W, Y>(a, first_row, rows, i % panels * kPanel);
-  }
+#ifdef SAGC_BF16_DOT
+  if (meets_in_bf16(a)) return product_items<Bf16Product>(a);
+#endif
+  return product_items<Product<FloatDot, float, float>>(a);
 }
 
 void linear(const LinearArgs& a, int64_t begin, int64_t end) {
-  const bool w32 = a.weight_dtype == Dtype::kFloat32, y32 = a.y_dtype == Dtype::kFloat32;
-  if (w32)
-    y32 ? linear_range<float, float>(a, begin, end) : linear_range<float, bf16_t>(a, begin, end);
-  else
-    y32 ? linear_range<bf16_t, float>(a, begin, end) : linear_range<bf16_t, bf16_t>(a, begin, end);
+#ifdef SAGC_BF16_DOT
+  if (meets_in_bf16(a)) return linear_range<Bf16Product>(a, a.x, a.x_stride, begin, end);
+#endif
+  const bool packed = linear_scratch(a) > 0;
+  const void* x = packed ? a.scratch : a.x;
+  const int64_t x_stride = packed ? a.K : a.x_stride;
+  a.weight_dtype == Dtype::kFloat32 ? linear_range<Product<FloatDot, float, float>>(a, x, x_stride, begin, end)
+                                    : linear_range<Product<FloatDot, float, bf16_t>>(a, x, x_stride, begin, end);
 }
 
 }  // namespace
