@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test lint format bench wheel clean
+.PHONY: help setup demo test lint format bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,6 +46,11 @@ format: setup  ## apply the formatting
 
 bench: setup  ## run the benchmarks
 	$(BIN)/pytest bench --benchmark-only
+
+docs: setup  ## build the documentation into build/docs; any broken link fails
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
 
 wheel: setup  ## build dist/*.whl
 	$(BIN)/python -m build --wheel --no-isolation
