@@ -27,6 +27,7 @@ EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard
 CPU_SOURCES = (
     *("library", "op_linear", "op_attention", "op_rowwise"),
     *("dispatch", "level_scalar", "level_avx2", "level_avx512", "level_avx512_bf16"),
+    *("level_amx", "level_amx_emulated"),
 )
 
 

@@ -123,6 +123,8 @@ extern const KernelTable kScalarKernels;
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 extern const KernelTable kAvx512Bf16Kernels;
+const KernelTable& amx_kernels();  // call these only on a CPU with AVX-512
+const KernelTable& amx_emulated_kernels();
 #endif
 
 // The table in use: the best one this CPU has, unless SAGC_CPU_LEVEL or set_level says otherwise.

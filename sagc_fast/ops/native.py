@@ -4,7 +4,8 @@ Importing this module loads the library; ImportError says that it is not built, 
 functions in plain torch, beside this file, document shapes and results; here stands only what differs. Each operator
 has a fake registration, so ``torch.compile`` and ``torch.export`` see through it. Nothing here has a gradient.
 
-Environment: ``SAGC_CPU_LEVEL`` = ``auto`` (default), ``scalar``, ``avx2``, ``avx512`` narrows the instruction set.
+Environment: ``SAGC_CPU_LEVEL`` = ``auto`` (default), ``scalar``, ``avx2``, ``avx512``, ``avx512_bf16``, ``amx``
+narrows the instruction set.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ def cpu_level() -> str:
 
 
 def set_cpu_level(name: str) -> None:
-    """Use the kernels of one of :func:`cpu_levels`, or the best for ``auto``. Raises BackendError for other names."""
-    if name not in ("auto", *cpu_levels()):
+    """Use the kernels of one of :func:`cpu_levels`, or the best for ``auto``. Raises BackendError for other names.
+
+    ``amx_emulated`` runs the kernels of ``amx`` on a slow model of its instructions, for tests.
+    """
+    try:
+        _ops.set_cpu_level(name)
+    except RuntimeError as error:
         raise BackendError(
             f"CPU level {name!r} is not to be had on this machine; use one of auto, {', '.join(cpu_levels())}."
-        )
-    _ops.set_cpu_level(name)
+        ) from error
 
 
 set_cpu_level(os.environ.get(ENVIRONMENT_VARIABLE) or "auto")
