@@ -288,6 +288,8 @@ class MetricsOptions(Section):
     """Steps between rollout timelines in timeline.jsonl, the first and last step always; 0 writes only those."""
     tensorboard: bool = True
     """Write TensorBoard event files when the tensorboard package is installed."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (pip install wandb; WANDB_MODE=offline keeps it on this machine)."""
     display: Literal["auto", "live", "plain", "off"] = "auto"
     """``auto`` shows a live table on a wide terminal and one line per step elsewhere."""
 

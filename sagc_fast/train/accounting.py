@@ -90,6 +90,16 @@ def completion_figures(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def histograms(rollout: Rollout) -> dict[str, list[float]]:
+    """Distributions behind the means: completion lengths, rewards, and longest over median length of the groups."""
+    groups = [g.group.lengths for g in rollout.groups]
+    return {
+        "lengths": [float(n) for lengths in groups for n in lengths],
+        "rewards": [r for g in rollout.groups for r in g.rewards],
+        "straggler_ratios": [max(lengths) / statistics.median(lengths) for lengths in groups],
+    }
+
+
 def rollout_figures(rollout: Rollout) -> dict[str, Any]:
     """Tokens, seconds and row use of the step's rollout, all rounds together."""
     stats, seconds = rollout.stats, rollout.rollout_seconds

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, lengths.jsonl, timeline.jsonl and TensorBoard events.
+"""What a run writes while it trains: metrics.jsonl, lengths.jsonl, timeline.jsonl; and what it shows on its boards.
 
 Each file is append-only, one JSON object per line. A checkpoint stores the files' sizes; a resumed run cuts them back
 to those sizes, so that the lines of steps that are done again do not stand twice.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sagc_fast.train.boards import Board, Boards
 from sagc_fast.train.files import json_text, writing
 
 logger = logging.getLogger(__name__)
@@ -26,17 +27,16 @@ class MetricsWriter:
     Args:
         folder: the run directory.
         offsets: bytes of each file that stay (from :meth:`sync`); a file that is not named starts empty.
-        step: last step behind ``offsets``; TensorBoard hides what it holds of later steps.
-        tensorboard: also write event files, when the tensorboard package is installed.
+        boards: where else the numbers are shown; closed with the files.
     """
 
-    def __init__(self, folder: Path, offsets: Mapping[str, int], step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, offsets: Mapping[str, int], boards: Sequence[Board] = ()) -> None:
         self._folder = folder
         self._files = {}
         with writing(f"The metrics in {folder}"):
             for name in FILES:
                 self._files[name] = _open_at(folder / name, offsets.get(name, 0))
-        self._board = _open_tensorboard(folder / "tensorboard", step) if tensorboard else None
+        self._boards = Boards(boards)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Append ``record`` to the file ``name``; NaN and infinities become null. Raises CheckpointError on a full
@@ -45,17 +45,12 @@ class MetricsWriter:
             self._files[name].write((json_text(_finite(record)) + "\n").encode("utf-8"))
             self._files[name].flush()
 
-    def scalars(self, record: Mapping[str, Any], prefix: str) -> None:
-        """The numbers of ``record`` as TensorBoard scalars ``prefix/name`` at ``record["step"]``."""
-        if self._board is None:
-            return
-        try:
-            for name, value in _numbers(record, prefix):
-                self._board.add_scalar(name, value, record["step"])
-            self._board.flush()
-        except OSError as error:
-            logger.warning("TensorBoard events cannot be written (%s); going on without them", error)
-            self._board = None
+    def show(
+        self, record: Mapping[str, Any], prefix: str, histograms: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        """The numbers of ``record`` as scalars ``prefix/name`` at ``record["step"]`` on the boards, and histograms."""
+        shown = {f"{prefix}/{name}": values for name, values in (histograms or {}).items()}
+        self._boards.write(record["step"], dict(_numbers(record, prefix)), shown)
 
     def sync(self) -> dict[str, int]:
         """Wait until everything is on the disk; the size of each file in bytes."""
@@ -77,8 +72,7 @@ class MetricsWriter:
                 file.close()
             except OSError as error:  # the last write has failed already, and was reported
                 logger.debug("closing %s: %s", file.name, error)
-        if self._board is not None:
-            self._board.close()
+        self._boards.close()
 
 
 def _open_at(path: Path, size: int):
@@ -90,15 +84,6 @@ def _open_at(path: Path, size: int):
         file.truncate(size)
         file.seek(size)
     return file
-
-
-def _open_tensorboard(folder: Path, step: int):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.warning("TensorBoard is not installed (pip install tensorboard); going on with metrics.jsonl alone")
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def _finite(value: Any) -> Any:

@@ -21,6 +21,7 @@ from sagc_fast.tasks.base import make_task
 from sagc_fast.tasks.scoring import ScoringPool
 from sagc_fast.train import accounting, parts
 from sagc_fast.train.alarms import Alarms
+from sagc_fast.train.boards import open_boards
 from sagc_fast.train.checkpoint import Checkpoint, CheckpointStore
 from sagc_fast.train.display import make_display
 from sagc_fast.train.draw import PromptSource
@@ -127,7 +128,7 @@ class Trainer:
             "step_seconds": seconds + checkpoint_seconds,
         }
         self.metrics.write("metrics.jsonl", record)
-        self.metrics.scalars(record, "train")
+        self.metrics.show(record, "train", accounting.histograms(rollout))
         trace = accounting.length_trace(self.state.step, group_size, rollout.first_round, self.params.max_new_tokens)
         self.metrics.write("lengths.jsonl", trace)
         if self._is_due(self.config.metrics.timeline_every, first=1):
@@ -169,7 +170,7 @@ class Trainer:
             self._show("evaluation"),
         )
         self.metrics.write("metrics.jsonl", record)
-        self.metrics.scalars(record, "heldout")
+        self.metrics.show(record, "heldout")
         self.display.evaluation(record)
         state, accuracy = self.state, record["accuracy"]
         state.evaluated_step, state.last_accuracy = state.step, accuracy
@@ -238,7 +239,7 @@ class Trainer:
             if not is_resumed:  # last, so that a mistake in the configuration leaves no folder behind
                 self.directory = stack.enter_context(RunDirectory(config, self.resume, self.force))
             self.metrics = stack.enter_context(
-                MetricsWriter(self.directory.path, self.state.files, self.state.step, config.metrics.tensorboard)
+                MetricsWriter(self.directory.path, self.state.files, open_boards(config, self.state.step))
             )
             self._say_where_we_are(checkpoint)
             yield

@@ -1,11 +1,10 @@
-"""The files a run writes: strict JSON lines, cut back to a checkpoint's sizes, TensorBoard when it is there."""
+"""The files a run writes: strict JSON lines, cut back to a checkpoint's sizes."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import sys
 
 import pytest
 
@@ -18,28 +17,28 @@ def lines(path):
 
 
 def test_lines_are_strict_json(tmp_path):
-    with MetricsWriter(tmp_path, {}, 0, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, {}) as writer:
         writer.write("metrics.jsonl", {"loss": float("nan"), "arms": {"4": [float("inf"), 1.0]}, "text": "é\n"})
     assert lines(tmp_path / "metrics.jsonl") == [{"loss": None, "arms": {"4": [None, 1.0]}, "text": "é\n"}]
     assert all((tmp_path / name).exists() for name in FILES)
 
 
 def test_a_resumed_run_cuts_off_what_it_will_do_again(tmp_path):
-    with MetricsWriter(tmp_path, {}, 0, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, {}) as writer:
         writer.write("metrics.jsonl", {"step": 1})
         offsets = writer.sync()
         writer.write("metrics.jsonl", {"step": 2})
         writer.write("lengths.jsonl", {"step": 2})
     with open(tmp_path / "metrics.jsonl", "a") as torn:
         torn.write('{"step": 3, "lo')
-    with MetricsWriter(tmp_path, offsets, 1, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, offsets) as writer:
         writer.write("metrics.jsonl", {"step": 2, "again": True})
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": True}]
     assert lines(tmp_path / "lengths.jsonl") == []
 
 
 def test_a_file_shorter_than_the_checkpoint_knows_is_said(tmp_path, caplog):
-    with MetricsWriter(tmp_path, {"metrics.jsonl": 100}, 1, tensorboard=False):
+    with MetricsWriter(tmp_path, {"metrics.jsonl": 100}):
         pass
     assert "some lines are missing" in caplog.text
 
@@ -49,13 +48,13 @@ def test_a_disk_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, co
     def fail(*args):
         raise OSError(code, os.strerror(code))
 
-    with MetricsWriter(tmp_path, {}, 0, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, {}) as writer:
         monkeypatch.setattr(writer, "_files", {"metrics.jsonl": FailingFile(fail)})
         with pytest.raises(CheckpointError, match=reason):
             writer.write("metrics.jsonl", {"step": 1})
     monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(CheckpointError, match=reason):
-        MetricsWriter(tmp_path, {}, 0, tensorboard=False)
+        MetricsWriter(tmp_path, {})
 
 
 class FailingFile:
@@ -63,22 +62,3 @@ class FailingFile:
 
     def __init__(self, fail):
         self.write = self.flush = self.close = fail
-
-
-def test_tensorboard_gets_the_numbers(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with MetricsWriter(tmp_path, {}, 0, tensorboard=True) as writer:
-        for step in (1, 2):
-            writer.scalars({"step": step, "loss": 0.5, "arms": {"4": {"mean": 0.1}}, "x": None, "event": "step"}, "t")
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["t/arms/4/mean", "t/loss"]
-    assert [(e.step, e.value) for e in events.Scalars("t/loss")] == [(1, 0.5), (2, 0.5)]
-
-
-def test_without_tensorboard_the_run_goes_on(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with MetricsWriter(tmp_path, {}, 0, tensorboard=True) as writer:
-        writer.scalars({"step": 1, "loss": 1.0}, "train")
-    assert "pip install tensorboard" in caplog.text
