@@ -43,7 +43,7 @@ class Ceilings:
     shapes: list[Shape]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "shapes": [list(shape) for shape in self.shapes]}
 
 
 def measure_ceilings(

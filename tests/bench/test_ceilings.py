@@ -37,7 +37,7 @@ def test_measured_ceilings_are_positive_and_name_their_shapes():
     found = ceilings.measure_ceilings([((8, 4), 1)], ("fp32", "bf16"), rows=2, num_bytes=2**16, repeats=1).to_dict()
     assert found["read_bytes"]["per_wall_second"] > 0
     assert set(found["gemm_flops"]) == {"fp32", "bf16"}
-    assert found["shapes"] == [(8, 4)]
+    assert found["shapes"] == [[8, 4]]
 
 
 def test_candidates_run_in_turn_and_every_second_turn_backwards():

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagc_fast.bench.stats import RatioInterval, holm, rank_sum_p, ratio_interval, smallest_p, summarize
@@ -26,6 +26,7 @@ def test_no_summary_of_nothing_or_of_what_is_no_number(values):
         summarize(values)
 
 
+@settings(max_examples=25)
 @given(runs, runs)
 def test_interval_encloses_the_ratio_and_turns_over_with_it(above, below):
     there, back = ratio_interval(above, below), ratio_interval(below, above)
@@ -34,6 +35,7 @@ def test_interval_encloses_the_ratio_and_turns_over_with_it(above, below):
     assert there.ratio * back.ratio == pytest.approx(1.0)
 
 
+@settings(max_examples=25)
 @given(runs, st.floats(0.5, 2.0))
 def test_scaling_one_side_scales_the_interval(values, factor):
     plain = ratio_interval(values, [1.0, 2.0, 3.0])
