@@ -31,7 +31,7 @@ def show_record(screen: Console, record: dict[str, Any]) -> None:
     if record["ceilings"]:
         screen.print(ceilings_line(record["ceilings"], record["machine"]["threads"]))
     screen.print()
-    {"rollout": _show_rollout}.get(record["bench"], _show_results)(screen, record)
+    {"rollout": _show_rollout, "kernels": _show_kernels}.get(record["bench"], _show_results)(screen, record)
     for absent in record["absent"]:
         screen.print(f"absent: {absent['name']} ({absent['reason']})\n  {absent['install']}", markup=False)
     for note in record["notes"]:
@@ -128,21 +128,49 @@ def _settings(settings: dict[str, Any]) -> str:
 
 
 def _show_results(screen: Console, record: dict[str, Any]) -> None:
-    """Any bench: a row per result, a column per metric."""
+    """Any bench: a row per result, a column per metric; units stand in the heading, or by the figures if they vary."""
     names = list(dict.fromkeys(name for entry in record["results"] for name in entry["metrics"]))
-    units = {name: entry["metrics"][name]["unit"] for entry in record["results"] for name in entry["metrics"]}
-    columns = ["", *(f"{name.replace('_', ' ')} [{units[name]}]" for name in names)]
-    rows = [
-        [entry["name"], *(spread(entry["metrics"][name]) if name in entry["metrics"] else "" for name in names)]
-        for entry in record["results"]
+    units: dict[str, set[str]] = {name: set() for name in names}
+    for entry in record["results"]:
+        for name, found in entry["metrics"].items():
+            units[name].add(found["unit"])
+
+    def cell(entry: dict[str, Any], name: str) -> str:
+        found = entry["metrics"].get(name)
+        return "" if found is None else spread(found) + (f" {found['unit']}" if len(units[name]) > 1 else "")
+
+    headings = [
+        name.replace("_", " ") + (f" [{next(iter(units[name]))}]" if len(units[name]) == 1 else "") for name in names
     ]
-    print_table(screen, columns, rows)
+    rows = [[entry["name"], *(cell(entry, name) for name in names)] for entry in record["results"]]
+    print_table(screen, ["", *headings], rows)
     for entry in record["results"]:
         if ratio := entry["facts"].get("ours_is_faster_by"):
             screen.print(
                 f"faster than {entry['name']} by {ratio['ratio']:.2f} ({ratio['low']:.2f} - {ratio['high']:.2f})",
                 markup=False,
             )
+
+
+def _show_kernels(screen: Console, record: dict[str, Any]) -> None:
+    """Rates are the best batch's, as ceilings are; operands that lie in caches can exceed the memory's."""
+    columns = ("operation", "us", "GFLOP/s", "of ceiling", "GB/s", "of ceiling", "faster than torch by")
+    rows = []
+    for entry in record["results"]:
+        facts = entry["facts"]
+        has_flops, faster = facts["gflops"] > 0, facts.get("faster_than_torch_by")
+        rows.append(
+            (
+                entry["name"],
+                spread(entry["metrics"]["time"]),
+                number(facts["gflops"]) if has_flops else "",
+                f"{facts['of_gemm_rate']:.0%}" if has_flops else "",
+                number(facts["gbytes_per_second"]),
+                f"{facts['of_read_rate']:.0%}",
+                f"{faster[0]:.2f} ({faster[1]:.2f} - {faster[2]:.2f})" if faster else "",
+            )
+        )
+    print_table(screen, columns, rows)
 
 
 def _show_rollout(screen: Console, record: dict[str, Any]) -> None:

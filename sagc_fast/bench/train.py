@@ -16,7 +16,7 @@ from sagc_fast.bench.record import metric, new_record, result, rounded
 from sagc_fast.bench.stats import ratio_interval
 from sagc_fast.bench.worker import PeerError, Worker
 
-NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 96
+NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 256
 LEARNING_RATE = 1e-4
 
 

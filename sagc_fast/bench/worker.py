@@ -12,13 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sagc_fast.errors import SagcError
+
 START_TIMEOUT_SECONDS = 1200.0
 """Some peers compile for minutes on a busy machine."""
 RUN_TIMEOUT_SECONDS = 3600.0
 NOISE = ("warning", "traceback", "^", "during handling")
 
 
-class PeerError(Exception):
+class PeerError(SagcError):
     """A peer that did not start, died, hung or did other work than it was asked for; the message is one sentence."""
 
 

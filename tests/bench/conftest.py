@@ -23,11 +23,12 @@ for line in sys.stdin:
     request = json.loads(line)
     if mode == "dies":
         os.kill(os.getpid(), 9)
-    lengths = request["lengths"]
+    lengths = request.get("lengths", [])
     if mode == "short":
         lengths = [[n - 1 for n in group] for group in lengths]
     answer = {"lengths": lengths, "wall_seconds": 2.0, "cpu_seconds": 1.0, "peak_rss_bytes": 10**6, "steps": 5,
-              "row_steps": sum(map(sum, lengths)), "kv_bytes": 1000, "settings": settings}
+              "row_steps": sum(map(sum, lengths)), "kv_bytes": 1000, "settings": settings,
+              "output_tokens": 100, "seconds": {"rollout": 0.5, "update": 0.25}}
     print(json.dumps(answer), flush=True)
 """
 

@@ -24,7 +24,11 @@ def load(settings: dict[str, Any]) -> Run:
                 {
                     "model": {"path": settings["model"]},
                     "task": {"name": "addition"},
-                    "rollout": {"prompts_per_step": settings["num_prompts"], "kv_budget_gb": 0.25},
+                    "rollout": {
+                        "prompts_per_step": settings["num_prompts"],
+                        "max_new_tokens": settings["max_new_tokens"],
+                        "kv_budget_gb": 0.25,
+                    },
                     "controller": {"kind": "fixed", "group_size": settings["group_size"]},
                     "algo": {"name": "grpo"},
                     "optimizer": {"learning_rate": settings["learning_rate"]},
@@ -41,7 +45,7 @@ def load(settings: dict[str, Any]) -> Run:
             lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         steps = [record for record in map(json.loads, lines) if record["event"] == "step"]
         return {
-            "output_tokens": sum(step["output_tokens"] for step in steps),
+            "output_tokens": sum(step["num_output_tokens"] for step in steps),
             "seconds": {name: sum(step[f"{name}_seconds"] for step in steps) for name in ("rollout", "update")},
         }
 

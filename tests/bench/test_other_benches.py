@@ -1,0 +1,116 @@
+"""Kernels, controller and train: whole records from small runs, and figures that add up."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from sagc_fast.bench import controller, kernels, show, train
+from sagc_fast.bench.kernels import cases
+from sagc_fast.bench.models import Shape
+from sagc_fast.ops import use_backend
+
+SMALL = Shape(width=16, layers=1, heads=4, kv_heads=2, head_dim=8, hidden=24, vocab=32)
+
+
+def shown(record) -> str:
+    text = io.StringIO()
+    show.show_record(Console(file=text, width=160, highlight=False), record)
+    return text.getvalue()
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_every_case_runs_and_counts_work(monkeypatch, dtype, rows):
+    monkeypatch.setattr(kernels, "COLD_BYTES", 2000)
+    found = list(cases(SMALL, dtype, rows))
+    assert len({case.name for case in found}) == len(found) == 11
+    with use_backend("torch"):
+        assert all(case.call() is not None for case in found)
+    assert all(case.num_bytes > 0 for case in found)
+
+
+def test_work_of_a_product_and_of_attention_by_hand():
+    product = next(kernels.linear_cases(SMALL, torch.float32, rows=3))
+    assert product.flops == 2 * 3 * 64 * 16  # 4 + 2 + 2 heads of 8
+    assert product.num_bytes == 4 * (64 * 16 + 3 * (64 + 16))
+    attention = kernels.attention_case(SMALL, torch.float32, rows=20, num_shared=160)
+    assert attention.flops == 4 * 20 * 256 * 4 * 8
+    assert attention.num_bytes == 2 * (20 * 96 + 2 * 160) * 2 * 8 * 4  # two groups' prompts, each read once
+
+
+def test_kernels_record(monkeypatch):
+    monkeypatch.setattr(kernels, "shapes", lambda: {"S": SMALL})
+    monkeypatch.setattr(kernels, "COLD_BYTES", 2000)
+    monkeypatch.setattr(kernels, "BATCH_SECONDS", 1e-5)
+    monkeypatch.setattr("sagc_fast.bench.ceilings.READ_BYTES", 2**16)
+    threads = torch.get_num_threads()
+    record = kernels.run("S", "fp32", 1, (2,), 2, "x", quiet)
+    assert torch.get_num_threads() == threads
+    assert json.loads(json.dumps(record)) == record
+    names = [entry["name"] for entry in record["results"]]
+    assert any("linear qkv" in name and "[torch]" in name for name in names)
+    entry = record["results"][0]
+    best = min(entry["metrics"]["time"]["values"]) * 1e-6
+    assert entry["facts"]["gflops"] == pytest.approx(2 * 2 * 64 * 16 / best / 1e9, rel=1e-4)
+    assert "GFLOP/s" in shown(record)
+
+
+def test_controller_record(monkeypatch):
+    monkeypatch.setattr(controller, "_fresh_process", lambda: [0.1, 0.2])
+    monkeypatch.setattr(controller, "CALLS", 20)
+    monkeypatch.setattr(controller, "STEPS", {True: 100})
+    record = controller.run(2, True, None, quiet)
+    assert json.loads(json.dumps(record)) == record
+    units = {entry["metrics"]["time"]["unit"] for entry in record["results"]}
+    assert units == {"us", "s"}
+    assert all(len(entry["metrics"]["time"]["values"]) == 2 for entry in record["results"])
+    assert "100 simulated steps" in shown(record)
+
+
+def test_train_record_beside_a_stand_in_for_trl(monkeypatch, fake_python):
+    monkeypatch.setattr(train, "OWN_PYTHON", str(fake_python))
+    record = train.run(4, 1, 2, {"trl": str(fake_python)}, None, quiet)
+    ours, trl = record["results"]
+    assert ours["metrics"]["cpu_seconds_per_step"]["median"] == 0.25
+    assert ours["metrics"]["tokens_per_cpu_second"]["values"] == [100, 100]
+    assert trl["facts"]["ours_is_faster_by"]["ratio"] == 1.0
+    assert "faster than trl by 1.00" in shown(record)
+
+
+def test_both_trainers_get_the_same_problems():
+    problems = train._problems(2)
+    assert len(problems) == 2 * train.NUM_PROMPTS
+    assert all(set(problem) == {"prompt", "answer"} and problem["prompt"].endswith("=") for problem in problems)
+
+
+def test_train_without_trl_names_it(monkeypatch, fake_python):
+    monkeypatch.setattr(train, "OWN_PYTHON", str(fake_python))
+    monkeypatch.setattr(train, "TRL", replace(train.TRL, module="no_such_module"))
+    record = train.run(1, 1, 1, {}, None, quiet)
+    assert [entry["name"] for entry in record["results"]] == ["sagc_fast"]
+    assert record["absent"][0]["name"] == "trl"
+
+
+def test_our_own_trainer_takes_the_steps_asked_for():
+    from sagc_fast.bench.engines import OWN_PYTHON, PEERS
+    from sagc_fast.bench.worker import Worker
+    from sagc_fast.tasks.addition import policy_folder
+
+    settings = {
+        "model": str(policy_folder()), "threads": 1, "num_prompts": 2, "group_size": 2, "max_new_tokens": 4,
+        "learning_rate": 1e-4,
+    }  # fmt: skip
+    with Worker("sagc_fast", OWN_PYTHON, PEERS / "run_sagc_train.py", settings) as worker:
+        answer = worker.run({"steps": 2, "problems": []})
+    assert 0 < answer["output_tokens"] <= 2 * 2 * 2 * 4
+    assert answer["seconds"]["rollout"] > 0
