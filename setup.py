@@ -25,7 +25,7 @@ EXTRAS = {
 EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard") for name in EXTRAS[extra]})
 
 CPU_SOURCES = (
-    *("library", "op_linear", "op_attention", "op_rowwise"),
+    *("library", "op_linear", "op_attention", "attention_plan", "op_rowwise"),
     *("dispatch", "level_scalar", "level_avx2", "level_avx512", "level_avx512_bf16"),
     *("level_amx", "level_amx_emulated"),
 )

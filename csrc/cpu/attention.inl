@@ -3,293 +3,405 @@
 // A query row (one head of one token) walks its KV positions in chunks of 64 absolute positions with an online softmax
 // (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): scores, maximum, exponentials, weighted sum
 // of the values in ascending position. Nothing in that arithmetic depends on other rows, on the block size or on where a
-// prefill was cut. Rows of one item walk together while they hold the same blocks (query heads of a KV head, tokens of a
-// prefill chunk, siblings over their prompt), so that a chunk of K and V is fetched once for all of them.
+// prefill was cut.
+//
+// The rows of an item walk side by side. Positions whose blocks all of them hold are worked for all rows at once, so that K
+// and V are fetched once for a prompt's siblings (as in Juravsky et al. 2024, Hydragen, arXiv:2402.05099, but within one
+// softmax, so that nothing has to be merged); the other positions sequence by sequence. Within a chunk come first the keys
+// of all segments, then the values of all, each with the KV heads of a segment one after the other, as they lie in memory.
+// Decode is bound by that stream; it is fetched into the L2 cache some way ahead of the work.
 #pragma once
 
 namespace {
 
-struct AttentionRow {
-  int32_t token, head, sequence, visible;
-  float max, sum, factor;         // of the online softmax; the factor shrinks the output so far when the maximum rises
-  float scores[kAttentionChunk];  // of the current chunk: scores, then their exponentials
+constexpr int kRunsPerChunk = kAttentionChunk / kAttentionRun;
+constexpr int64_t kFetchAheadBytes = 12 * 1024;  // measured: 10 to 24 KB do alike, 48 KB cost 10%
+
+// Rows per tile: as many accumulators as leave registers for the operands, of 16 (baseline, AVX2) or 32.
+constexpr bool kManyRegisters = Vec::kWidth == 16;
+constexpr int kScoreRows = kManyRegisters ? 6 : 3;
+constexpr int weigh_rows(int vecs) { return kManyRegisters ? (vecs == 4 ? 6 : 8) : 3; }
+
+// Row r of the item's KV head h stands at place h * rows + r.
+struct AttentionState {
+  int rows, heads;
+  int64_t width;  // of a row of q and o
+  int32_t token[kAttentionRows], query_head[kAttentionRows], visible[kAttentionRows];  // query head within the KV head
+  alignas(64) float max[kAttentionRowHeads], sum[kAttentionRowHeads];
+  alignas(64) float factor[kAttentionRowHeads];  // shrinks the output so far when the maximum rises
+  alignas(64) float q[kAttentionFloats];         // scaled by the softmax scale, zero behind head_dim
+  alignas(64) float o[kAttentionFloats];         // not yet divided by the sum
+  alignas(64) float scores[kAttentionRowHeads * kAttentionChunk];  // of the chunk: scores, then their exponentials
+  alignas(64) float copy[kAttentionChunk * kAttentionMaxHeadDim];  // of positions that the cache scatters
+
+  int place(int head, int row) const { return head * rows + row; }
 };
 
-struct AttentionState {
-  AttentionRow rows[kAttentionRows];
-  int count;
-  int64_t width;  // head_dim rounded up to whole vectors
-  alignas(64) float q[kAttentionRows * kAttentionMaxHeadDim];  // scaled by the softmax scale, zero behind head_dim
-  alignas(64) float o[kAttentionRows * kAttentionMaxHeadDim];  // not yet divided by the sum
+// Rows [row_begin, row_end) over the positions [first, first + count) of a chunk, whose blocks they all hold.
+struct Segment {
+  int row_begin, row_end, first, count;
+  const int32_t* table;
+  int64_t runs[kRunsPerChunk];  // where kAttentionRun positions each begin in the cache, in elements, for KV head 0
+};
+
+struct ChunkSegments {
+  Segment list[kAttentionRows + 1];
+  int size = 0;
+  int64_t positions = 0;
 };
 
 template <class T>
-void load_rows(const AttentionArgs& a, const AttentionItem& item, int64_t kv_head, AttentionState& s) {
+void load_rows(const AttentionArgs& a, const AttentionItem& item, AttentionState& s) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  const Vec scale = Vec::splat(a.scale);
-  s.count = 0;
-  s.width = (a.head_dim + Vec::kWidth - 1) / Vec::kWidth * Vec::kWidth;
+  s.rows = 0, s.heads = item.kv_end - item.kv_begin, s.width = attention_width(a.head_dim);
   for (int32_t t = item.begin; t < item.end; t++)
-    for (int32_t g = item.head_begin; g < item.head_end; g++) {
-      const AttentionToken& token = a.tokens[t];
-      const int32_t head = static_cast<int32_t>(kv_head * group + g);
-      AttentionRow& row = s.rows[s.count];
-      row.token = token.token, row.head = head, row.sequence = token.sequence, row.visible = token.visible;
-      row.max = -__builtin_inff(), row.sum = 0.0f;
-      const T* q = static_cast<const T*>(a.q) + token.token * a.q_stride + head * a.head_dim;
-      float* scaled = s.q + s.count * s.width;
-      float* o = s.o + s.count * s.width;
-      for_each_vec(a.head_dim, [&](int64_t i, int n) { (load_n(q + i, n) * scale).store(scaled + i); });
-      for (int64_t i = 0; i < s.width; i++) o[i] = 0.0f;
-      s.count++;
+    for (int32_t g = item.head_begin; g < item.head_end; g++, s.rows++)
+      s.token[s.rows] = a.tokens[t].token, s.query_head[s.rows] = g, s.visible[s.rows] = a.tokens[t].visible;
+  const Vec scale = Vec::splat(a.scale);
+  for (int h = 0; h < s.heads; h++)
+    for (int r = 0; r < s.rows; r++) {
+      const int at = s.place(h, r);
+      const T* q = static_cast<const T*>(a.q) + s.token[r] * a.q_stride +
+                   ((item.kv_begin + h) * group + s.query_head[r]) * a.head_dim;
+      float *scaled = s.q + at * s.width, *o = s.o + at * s.width;
+      for (int64_t i = 0; i < s.width; i += Vec::kWidth) {
+        const int64_t n = a.head_dim - i;
+        const Vec x = n >= Vec::kWidth ? Vec::load(q + i) : n > 0 ? Vec::load_partial(q + i, static_cast<int>(n)) : Vec::zero();
+        (x * scale).store(scaled + i);
+        Vec::zero().store(o + i);
+      }
+      s.max[at] = -__builtin_inff(), s.sum[at] = 0.0f;
     }
 }
 
 template <class T>
-void store_rows(const AttentionArgs& a, const AttentionState& s) {
-  for (int r = 0; r < s.count; r++) {
-    const AttentionRow& row = s.rows[r];
-    T* out = static_cast<T*>(a.out) + (row.token * a.num_heads + row.head) * a.head_dim;
-    const Vec sum = Vec::splat(row.visible > 0 ? row.sum : 1.0f);  // a row that sees nothing gives zeros
-    for_each_vec(a.head_dim, [&](int64_t i, int n) { store_n(out + i, Vec::load(s.o + r * s.width + i) / sum, n); });
+void store_rows(const AttentionArgs& a, const AttentionItem& item, const AttentionState& s) {
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  for (int h = 0; h < s.heads; h++)
+    for (int r = 0; r < s.rows; r++) {
+      const int at = s.place(h, r);
+      const int64_t head = (item.kv_begin + h) * group + s.query_head[r];
+      T* out = static_cast<T*>(a.out) + (s.token[r] * a.num_heads + head) * a.head_dim;
+      const Vec sum = Vec::splat(s.visible[r] > 0 ? s.sum[at] : 1.0f);  // a row that sees nothing gives zeros
+      for_each_vec(a.head_dim, [&](int64_t i, int n) { store_n(out + i, Vec::load(s.o + at * s.width + i) / sum, n); });
+    }
+}
+
+// The segments of a chunk: first what all rows share, then each sequence's own positions.
+void find_segments(const AttentionArgs& a, const AttentionItem& item, const AttentionState& s, int64_t chunk, ChunkSegments& out) {
+  const int64_t start = chunk * kAttentionChunk, left = item.shared - start;
+  const int joint = static_cast<int>(left < 0 ? 0 : left < kAttentionChunk ? left : kAttentionChunk);
+  out.size = 0, out.positions = 0;
+  auto add = [&](int row_begin, int row_end, int first, int64_t count, int32_t sequence) {
+    Segment& g = out.list[out.size++];
+    g.row_begin = row_begin, g.row_end = row_end, g.first = first;
+    g.count = static_cast<int>(count < kAttentionChunk - first ? count : kAttentionChunk - first);
+    g.table = a.block_tables + sequence * a.block_tables_stride;
+    out.positions += g.count;
+    for (int i = 0; i * kAttentionRun < g.count; i++) {
+      const int64_t p = start + first + i * kAttentionRun, block = p / a.block_size, offset = p % a.block_size;
+      g.runs[i] = (g.table[block] * a.num_kv_heads * a.block_size + offset) * a.head_dim;
+    }
+  };
+  if (joint > 0) add(0, s.rows, 0, joint, a.tokens[item.begin].sequence);
+  if (joint == kAttentionChunk) return;
+  const int heads = item.head_end - item.head_begin;
+  for (int32_t t = item.begin, end; t < item.end; t = end) {
+    const int32_t sequence = a.tokens[t].sequence;
+    for (end = t + 1; end < item.end && a.tokens[end].sequence == sequence;) end++;
+    const int64_t sees = a.tokens[end - 1].visible - (start + joint);
+    if (sees <= 0) continue;
+    while (a.tokens[t].visible <= start + joint) t++;
+    add((t - item.begin) * heads, (end - item.begin) * heads, joint, sees, sequence);
   }
 }
 
-// Addresses of the K and V rows of positions [first, first + count), padded to a multiple of 8 with the last one.
+// The order in which a chunk is worked, as numbers: pass (keys, values), segment, KV head.
 template <class C>
-void chunk_pointers(const AttentionArgs& a, int32_t sequence, int64_t kv_head, int64_t first, int count, const C** k,
-                    const C** v) {
-  const int32_t* table = a.block_tables + sequence * a.block_tables_stride;
-  int64_t block = first / a.block_size, offset = first % a.block_size;
-  for (int j = 0; j < count; offset = 0, block++) {
-    const int64_t start = ((table[block] * a.num_kv_heads + kv_head) * a.block_size + offset) * a.head_dim;
-    const C* kp = static_cast<const C*>(a.k_cache) + start;
-    const C* vp = static_cast<const C*>(a.v_cache) + start;
-    for (int64_t i = offset; i < a.block_size && j < count; i++, j++) k[j] = kp, v[j] = vp, kp += a.head_dim, vp += a.head_dim;
+struct Stream {
+  const AttentionArgs& a;
+  const AttentionItem& item;
+  const ChunkSegments *now, *next;
+  int heads, ahead;  // ahead: in steps
+
+  Stream(const AttentionArgs& a, const AttentionItem& item, const ChunkSegments& now, const ChunkSegments& next)
+      : a(a), item(item), now(&now), next(&next), heads(item.kv_end - item.kv_begin) {
+    const int64_t bytes = now.positions * a.head_dim * int64_t{sizeof(C)} / (now.size > 0 ? now.size : 1);
+    ahead = static_cast<int>(kFetchAheadBytes / (bytes + 1)) + 1;
   }
-  for (int j = count; j % 8 != 0; j++) k[j] = k[count - 1], v[j] = v[count - 1];
-}
 
-// Fetches the K and V rows of the chunk that comes next, for the positions that are worked on in this one.
-template <class C>
-struct NextChunk {
-  const C *const *k = nullptr, *const *v = nullptr;
-  int count = 0;
-  int64_t bytes = 0;
+  const C* head(bool values, int h) const {
+    return static_cast<const C*>(values ? a.v_cache : a.k_cache) + (item.kv_begin + h) * a.block_size * a.head_dim;
+  }
 
-  void fetch(int begin, int end) const {
-    for (int j = begin; j < end && j < count; j++)
-      for (int64_t at = 0; at < bytes; at += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(k[j]) + at, 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(v[j]) + at, 0, 2);
-      }
+  // Fetches run i of what is worked `ahead` steps after this step; a step's runs one after the other before its work, which
+  // beats spreading them over it by a fifth. Forced inline: GCC drops calls of a function that does nothing but prefetch.
+  inline __attribute__((always_inline)) void fetch(bool values, int segment, int h, int i) const {
+    int step = ((values ? now->size : 0) + segment) * heads + h + ahead;
+    const ChunkSegments* list = now;
+    if (step >= 2 * now->size * heads) step -= 2 * now->size * heads, list = next;
+    if (step >= 2 * list->size * heads) return;
+    const int pair = step / heads;
+    const bool wants_values = pair >= list->size;
+    const Segment& g = list->list[wants_values ? pair - list->size : pair];
+    const int count = g.count - i * kAttentionRun;
+    if (count <= 0) return;
+    const char* p = reinterpret_cast<const char*>(head(wants_values, step % heads) + g.runs[i]);
+    const int64_t bytes = (count < kAttentionRun ? count : kAttentionRun) * a.head_dim * int64_t{sizeof(C)};
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
   }
 };
 
-// Scores of `count` positions for ROWS rows; those a row does not see are computed too and dropped by softmax_row.
+// pieces[i]: kAttentionRun positions in one piece, for KV head h; copied when the block size does not give them.
+template <class C>
+void locate(const AttentionArgs& a, AttentionState& s, const Segment& g, const C* head, int64_t start, const C** pieces) {
+  if (a.block_size % kAttentionRun == 0) {
+    for (int i = 0; i * kAttentionRun < g.count; i++) pieces[i] = head + g.runs[i];
+    return;
+  }
+  C* copy = reinterpret_cast<C*>(s.copy);
+  for (int i = 0; i * kAttentionRun < g.count; i++) pieces[i] = copy + i * kAttentionRun * a.head_dim;
+  for (int j = 0; j < g.count; j++) {
+    const int64_t p = start + g.first + j;
+    const C* x = head + (g.table[p / a.block_size] * a.num_kv_heads * a.block_size + p % a.block_size) * a.head_dim;
+    for (int64_t i = 0; i < a.head_dim; i++) copy[j * a.head_dim + i] = x[i];
+  }
+}
+
+// Scores of ROWS rows for `count` positions (rounded up to whole tiles: the run has that many) from k on.
 template <int ROWS, int COLS, class C>
-inline __attribute__((always_inline)) void score_rows(AttentionState& s, const int* rows, const C* const* k, int count,
-                                                      int64_t head_dim, const NextChunk<C>& next) {
-  const float* q[ROWS];
-  float* out[ROWS];
-  for (int r = 0; r < ROWS; r++) q[r] = s.q + rows[r] * s.width, out[r] = s.rows[rows[r]].scores;
-  for (int j = 0; j < count; j += COLS) {
-    next.fetch(j, j + COLS);
-    dot_tile<ROWS, COLS, false>(q, k + j, head_dim, out);
-    for (int r = 0; r < ROWS; r++) out[r] += COLS;
+inline __attribute__((always_inline)) void score_tile(const float* q, int64_t width, const C* k, int count, int64_t head_dim,
+                                                      float* out) {
+  for (int j = 0; j < count; j += COLS, k += COLS * head_dim) {
+    Vec acc[ROWS][COLS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
+      for (int c = 0; c < COLS; c++) acc[r][c] = Vec::zero();
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= head_dim; i += Vec::kWidth) {
+      Vec x[ROWS];
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) x[r] = Vec::load(q + r * width + i);
+#pragma GCC unroll 16
+      for (int c = 0; c < COLS; c++) {
+        const Vec y = Vec::load(k + c * head_dim + i);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) acc[r][c] = Vec::fma(x[r], y, acc[r][c]);
+      }
+    }
+    if (i < head_dim) {
+      const int n = static_cast<int>(head_dim - i);
+      Vec x[ROWS];
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) x[r] = Vec::load(q + r * width + i);
+#pragma GCC unroll 16
+      for (int c = 0; c < COLS; c++) {
+        const Vec y = Vec::load_partial(k + c * head_dim + i, n);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) acc[r][c] = Vec::fma(x[r], y, acc[r][c]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
+      for (int c = 0; c < COLS; c += 4)
+        Vec::sum4(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3], out + r * kAttentionChunk + j + c);
   }
-  next.fetch(count, kAttentionChunk);
 }
 
-// Scores -> exponentials; returns the factor by which the output so far has to shrink.
-inline __attribute__((always_inline)) float softmax_row(AttentionRow& row, int count) {
-  Vec top = Vec::splat(row.max);
-  int j = 0;
-  for (; j + Vec::kWidth <= count; j += Vec::kWidth) top = Vec::max(top, Vec::load(row.scores + j));
-  if (j < count) {
-    Vec last = Vec::keep_first(Vec::load(row.scores + j), count - j, -__builtin_inff());
-    last.store(row.scores + j);
-    top = Vec::max(top, last);
+// One row has nothing to share a key with: more positions at a time instead, for independent sums.
+template <class C>
+void score_rows(int rows, const float* q, int64_t width, const C* k, int count, int64_t head_dim, float* out) {
+  for (int tiles = (rows + kScoreRows - 1) / kScoreRows; tiles > 0; tiles--) {
+    const int n = (rows + tiles - 1) / tiles;
+    switch (n) {
+      case 1: score_tile<1, 8>(q, width, k, count, head_dim, out); break;
+      case 2: score_tile<2, 4>(q, width, k, count, head_dim, out); break;
+      case 3: score_tile<3, 4>(q, width, k, count, head_dim, out); break;
+      default:
+        if constexpr (kManyRegisters) {
+          if (n == 4) score_tile<4, 4>(q, width, k, count, head_dim, out);
+          if (n == 5) score_tile<5, 4>(q, width, k, count, head_dim, out);
+          if (n == 6) score_tile<6, 4>(q, width, k, count, head_dim, out);
+        }
+    }
+    rows -= n, q += n * width, out += n * kAttentionChunk;
   }
-  const float max = top.max();
-  const Vec shift = Vec::splat(max);
-  Vec sum = Vec::zero();
-  for (j = 0; j < count; j += Vec::kWidth) {
-    Vec p = exp(Vec::load(row.scores + j) - shift);
-    p.store(row.scores + j);
-    sum = sum + p;
-  }
-  float factor = 1.0f;  // what exp(0) gives, to the bit
-  if (!(max == row.max)) {
-    float lanes[Vec::kWidth];
-    exp(Vec::splat(row.max - max)).store(lanes);
-    factor = lanes[0];
-  }
-  row.max = max;
-  row.sum = row.sum * factor + sum.sum();
-  return factor;
 }
 
-// o[r] = o[r] * factor[r] + sum over positions [begin, end) of p[r][j] * v[j], for VECS vectors of the head from `at` on.
+// Scores -> exponentials, maxima, sums and factors of all rows that see something of the chunk.
+void softmax_rows(AttentionState& s, int64_t start) {
+  auto for_each_row = [&](auto f) {
+    for (int h = 0; h < s.heads; h++)
+      for (int r = 0; r < s.rows; r++)
+        if (const int64_t sees = s.visible[r] - start; sees > 0)
+          f(s.place(h, r), static_cast<int>(sees < kAttentionChunk ? sees : kAttentionChunk));
+  };
+  for_each_row([&](int at, int count) {
+    float* scores = s.scores + at * kAttentionChunk;
+    Vec top = Vec::splat(s.max[at]);
+    int j = 0;
+    for (; j + Vec::kWidth <= count; j += Vec::kWidth) top = Vec::max(top, Vec::load(scores + j));
+    if (j < count) {
+      const Vec last = Vec::keep_first(Vec::load(scores + j), count - j, -__builtin_inff());
+      last.store(scores + j);
+      top = Vec::max(top, last);
+    }
+    const float max = top.max();
+    s.factor[at] = max == s.max[at] ? 0.0f : s.max[at] - max;
+    s.max[at] = max;
+  });
+  for (int i = 0; i < s.heads * s.rows; i += Vec::kWidth) exp(Vec::load(s.factor + i)).store(s.factor + i);
+  for_each_row([&](int at, int count) {
+    float* scores = s.scores + at * kAttentionChunk;
+    const Vec shift = Vec::splat(s.max[at]);
+    Vec sum = Vec::zero();
+    for (int j = 0; j < count; j += Vec::kWidth) {
+      const Vec p = exp(Vec::load(scores + j) - shift);
+      p.store(scores + j);
+      sum = sum + p;
+    }
+    s.sum[at] = s.sum[at] * s.factor[at] + sum.sum();
+  });
+}
+
+// o[r] = o[r] * factor[r] + sum over positions [begin, end) of the pieces of p[r][j] * v[j], for VECS vectors of the head;
+// the last of them has `partial` lanes when that is not 0.
 template <int ROWS, int VECS, class C>
-inline __attribute__((always_inline)) void weigh_tile(float* const* o, const float* const* p, const float* factor,
-                                                      const C* const* v, int begin, int end, int64_t at) {
+inline __attribute__((always_inline)) void weigh_tile(float* o, int64_t width, const float* p, const float* factor,
+                                                      const C* const* pieces, int begin, int end, int64_t head_dim,
+                                                      int64_t at, int partial) {
   Vec acc[ROWS][VECS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
-    for (int i = 0; i < VECS; i++) acc[r][i] = Vec::load(o[r] + at + i * Vec::kWidth) * Vec::splat(factor[r]);
-  for (int j = begin; j < end; j++) {
-    Vec weight[ROWS];
+    for (int i = 0; i < VECS; i++) acc[r][i] = Vec::load(o + r * width + at + i * Vec::kWidth) * Vec::splat(factor[r]);
+  for (int j = begin; j < end;) {
+    const C* v = pieces[j / kAttentionRun] + j % kAttentionRun * head_dim + at;
+    const int piece_end = j / kAttentionRun * kAttentionRun + kAttentionRun, stop = piece_end < end ? piece_end : end;
+    for (; j < stop; j++, v += head_dim) {
+      Vec y[VECS];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) weight[r] = Vec::splat(p[r][j]);
+      for (int i = 0; i < VECS; i++)
+        y[i] = VECS == 1 && partial > 0 ? Vec::load_partial(v, partial) : Vec::load(v + i * Vec::kWidth);
 #pragma GCC unroll 16
-    for (int i = 0; i < VECS; i++) {
-      Vec x = Vec::load(v[j] + at + i * Vec::kWidth);
+      for (int r = 0; r < ROWS; r++) {
+        const Vec weight = Vec::splat(p[r * kAttentionChunk + j]);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) acc[r][i] = Vec::fma(weight[r], x, acc[r][i]);
+        for (int i = 0; i < VECS; i++) acc[r][i] = Vec::fma(weight, y[i], acc[r][i]);
+      }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
-    for (int i = 0; i < VECS; i++) acc[r][i].store(o[r] + at + i * Vec::kWidth);
+    for (int i = 0; i < VECS; i++) acc[r][i].store(o + r * width + at + i * Vec::kWidth);
 }
 
-template <int ROWS, class C>
-inline __attribute__((always_inline)) void weigh_rows(float* const* o, const float* const* p, const float* factor, const C* const* v, int begin, int end,
-                int64_t head_dim) {
-  constexpr int kMost = ROWS == 1 ? 8 : ROWS == 2 ? 6 : 4;  // vectors at a time: as many accumulators as registers allow
+template <int VECS, class C>
+void weigh_vecs(int rows, float* o, int64_t width, const float* p, const float* factor, const C* const* pieces, int begin,
+                int end, int64_t head_dim, int64_t at, int partial) {
+  constexpr int kMost = weigh_rows(VECS);
+  for (int tiles = (rows + kMost - 1) / kMost; tiles > 0; tiles--) {
+    const int n = (rows + tiles - 1) / tiles;
+    switch (n) {
+#define SAGC_WEIGH(N) \
+  case N: if constexpr (N <= kMost) weigh_tile<N, VECS>(o, width, p, factor, pieces, begin, end, head_dim, at, partial); break;
+      SAGC_WEIGH(1)
+      SAGC_WEIGH(2)
+      SAGC_WEIGH(3)
+      SAGC_WEIGH(4)
+      SAGC_WEIGH(5)
+      SAGC_WEIGH(6)
+      SAGC_WEIGH(7)
+      SAGC_WEIGH(8)
+#undef SAGC_WEIGH
+    }
+    rows -= n, o += n * width, p += n * kAttentionChunk, factor += n;
+  }
+}
+
+template <class C>
+void weigh_rows(int rows, float* o, int64_t width, const float* p, const float* factor, const C* const* pieces, int begin,
+                int end, int64_t head_dim) {
   int64_t at = 0;
-  const int64_t whole = head_dim / Vec::kWidth * Vec::kWidth;
-  for (; at + kMost * Vec::kWidth <= whole; at += kMost * Vec::kWidth)
-    weigh_tile<ROWS, kMost>(o, p, factor, v, begin, end, at);
-  for (; at + 2 * Vec::kWidth <= whole; at += 2 * Vec::kWidth) weigh_tile<ROWS, 2>(o, p, factor, v, begin, end, at);
-  for (; at < whole; at += Vec::kWidth) weigh_tile<ROWS, 1>(o, p, factor, v, begin, end, at);
+  for (int64_t vecs = head_dim / Vec::kWidth; vecs > 0;) {
+    const int n = vecs == 3 || vecs == 6 ? 3 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
+    switch (n) {
+      case 1: weigh_vecs<1>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
+      case 2: weigh_vecs<2>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
+      case 3: weigh_vecs<3>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
+      case 4: weigh_vecs<4>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
+    }
+    vecs -= n, at += n * Vec::kWidth;
+  }
   if (at < head_dim)
-    for (int r = 0; r < ROWS; r++) {
-      Vec acc = Vec::load(o[r] + at) * Vec::splat(factor[r]);
-      for (int j = begin; j < end; j++)
-        acc = Vec::fma(Vec::splat(p[r][j]), Vec::load_partial(v[j] + at, static_cast<int>(head_dim - at)), acc);
-      acc.store(o[r] + at);
-    }
+    weigh_vecs<1>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, static_cast<int>(head_dim - at));
 }
 
-// The rows that see something of a chunk, and how many of its positions each of them sees.
-struct ActiveRows {
-  int rows[kAttentionRows], counts[kAttentionRows], size = 0;
-};
-
-// First half of a chunk's work for ROWS active rows from `at` on: scores and exponentials.
-template <int ROWS, class C>
-void score_step(AttentionState& s, const ActiveRows& active, int at, const C* const* k, int64_t head_dim,
-                const NextChunk<C>& next) {
-  const int *rows = active.rows + at, *counts = active.counts + at;
-  int most = counts[0];
-  for (int r = 1; r < ROWS; r++) most = most > counts[r] ? most : counts[r];
-  score_rows<ROWS, ROWS == 1 ? 8 : 4>(s, rows, k, most, head_dim, next);
-  for (int r = 0; r < ROWS; r++) s.rows[rows[r]].factor = softmax_row(s.rows[rows[r]], counts[r]);
-}
-
-// Second half: the weighted sum of the values, together as far as all ROWS rows see, then each row's remainder.
-template <int ROWS, class C>
-void weigh_step(AttentionState& s, const ActiveRows& active, int at, const C* const* v, int64_t head_dim) {
-  const int *rows = active.rows + at, *counts = active.counts + at;
-  float factor[ROWS], *o[ROWS];
-  const float* p[ROWS];
-  int least = counts[0];
-  for (int r = 0; r < ROWS; r++) {
-    factor[r] = s.rows[rows[r]].factor;
-    o[r] = s.o + rows[r] * s.width;
-    p[r] = s.rows[rows[r]].scores;
-    least = least < counts[r] ? least : counts[r];
-  }
-  weigh_rows<ROWS>(o, p, factor, v, 0, least, head_dim);
-  const float one = 1.0f;
-  for (int r = 0; r < ROWS; r++)
-    if (counts[r] > least) weigh_rows<1>(o + r, p + r, &one, v, least, counts[r], head_dim);
-}
-
-// A chunk for all its rows: all scores before all values, so that K and V pass through the L1 cache one after the other.
+// The weighted sum of a segment's values, together as far as all its rows see, then each row's remainder.
 template <class C>
-void attend_chunk(AttentionState& s, const ActiveRows& active, const C* const* k, const C* const* v, int64_t head_dim,
-                  const NextChunk<C>& next) {
-  const NextChunk<C> none;
-  int r = 0;
-  for (; r + 3 <= active.size; r += 3) score_step<3>(s, active, r, k, head_dim, r == 0 ? next : none);
-  if (active.size - r == 2) score_step<2>(s, active, r, k, head_dim, r == 0 ? next : none);
-  if (active.size - r == 1) score_step<1>(s, active, r, k, head_dim, r == 0 ? next : none);
-  for (r = 0; r + 3 <= active.size; r += 3) weigh_step<3>(s, active, r, v, head_dim);
-  if (active.size - r == 2) weigh_step<2>(s, active, r, v, head_dim);
-  if (active.size - r == 1) weigh_step<1>(s, active, r, v, head_dim);
-}
-
-// A chunk of some sequence and KV head, as far as `visible` reaches: where a walk begins.
-struct ChunkPlace {
-  int32_t sequence;
-  int64_t kv_head, chunk, visible;
-
-  int count() const {
-    const int64_t left = visible - chunk * kAttentionChunk;
-    return static_cast<int>(left < 0 ? 0 : left < kAttentionChunk ? left : kAttentionChunk);
-  }
-};
-
-// Rows [begin, end), which hold the same blocks here, over chunks [first_chunk, end_chunk) as far as each one sees.
-// `after` is where the walk after this one begins.
-template <class C>
-void walk_chunks(const AttentionArgs& a, AttentionState& s, int64_t kv_head, int begin, int end, int64_t first_chunk,
-                 int64_t end_chunk, const ChunkPlace& after) {
-  const C *k[2][kAttentionChunk], *v[2][kAttentionChunk];
-  int64_t visible = 0;
-  for (int r = begin; r < end; r++) visible = visible > s.rows[r].visible ? visible : s.rows[r].visible;
-  visible = visible < end_chunk * kAttentionChunk ? visible : end_chunk * kAttentionChunk;
-  auto locate = [&](const ChunkPlace& place, int64_t page) {
-    const int count = place.count();
-    if (count > 0)
-      chunk_pointers(a, place.sequence, place.kv_head, place.chunk * kAttentionChunk, count, k[page], v[page]);
-    return count;
+void weigh_segment(AttentionState& s, const Segment& g, int h, int64_t start, const C* const* pieces, int64_t head_dim) {
+  static constexpr float kOnes[kAttentionRows] = {
+      1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+      1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  const int at = s.place(h, g.row_begin), rows = g.row_end - g.row_begin;
+  float* o = s.o + at * s.width;
+  const float* p = s.scores + at * kAttentionChunk + g.first;
+  const float* factor = g.first == 0 ? s.factor + at : kOnes;  // the positions before have taken it in
+  auto sees = [&](int r) {
+    const int64_t n = s.visible[g.row_begin + r] - start - g.first;
+    return static_cast<int>(n < g.count ? n : g.count);
   };
-  ChunkPlace here{s.rows[begin].sequence, kv_head, first_chunk, visible};
-  for (int64_t page = 0, count = locate(here, page); count > 0; page = 1 - page) {
-    const int64_t start = here.chunk * kAttentionChunk;
-    here.chunk++;
-    const int next_count = locate(here.count() > 0 ? here : after, 1 - page);
-    const NextChunk<C> next{k[1 - page], v[1 - page], next_count, a.head_dim * int64_t{sizeof(C)}};
-    ActiveRows active;
-    for (int r = begin; r < end; r++) {
-      const int64_t left = s.rows[r].visible - start;
-      if (left <= 0) continue;
-      active.rows[active.size] = r;
-      active.counts[active.size++] = static_cast<int>(left < kAttentionChunk ? left : kAttentionChunk);
+  const int least = sees(0);  // rows of a sequence stand in ascending order, and rows that share see all there is
+  weigh_rows(rows, o, s.width, p, factor, pieces, 0, least, head_dim);
+  for (int r = 0; r < rows; r++)
+    if (const int n = sees(r); n > least)
+      weigh_rows(1, o + r * s.width, s.width, p + r * kAttentionChunk, kOnes, pieces, least, n, head_dim);
+}
+
+template <class C>
+void attend_chunk(const AttentionArgs& a, const AttentionItem& item, AttentionState& s, int64_t start, const ChunkSegments& now,
+                  const ChunkSegments& next) {
+  const Stream<C> stream(a, item, now, next);
+  const C* pieces[kRunsPerChunk];
+  for (int i = 0; i < now.size; i++) {
+    const Segment& g = now.list[i];
+    for (int h = 0; h < s.heads; h++) {
+      locate(a, s, g, stream.head(false, h), start, pieces);
+      const int at = s.place(h, g.row_begin);
+      for (int run = 0; run < kRunsPerChunk; run++) stream.fetch(false, i, h, run);
+      for (int run = 0; run < kRunsPerChunk; run++) {
+        const int left = g.count - run * kAttentionRun;
+        if (left > 0)
+          score_rows(g.row_end - g.row_begin, s.q + at * s.width, s.width, pieces[run], left < kAttentionRun ? left : kAttentionRun,
+                     a.head_dim, s.scores + at * kAttentionChunk + g.first + run * kAttentionRun);
+      }
     }
-    attend_chunk(s, active, k[page], v[page], a.head_dim, next);
-    count = here.count();
   }
+  softmax_rows(s, start);
+  for (int i = 0; i < now.size; i++)
+    for (int h = 0; h < s.heads; h++) {
+      locate(a, s, now.list[i], stream.head(true, h), start, pieces);
+      for (int run = 0; run < kRunsPerChunk; run++) stream.fetch(true, i, h, run);
+      weigh_segment(s, now.list[i], h, start, pieces, a.head_dim);
+    }
 }
 
 template <class T, class C>
 void attention_range(const AttentionArgs& a, int64_t begin, int64_t end) {
   static thread_local AttentionState s;
+  static thread_local ChunkSegments segments[2];
   for (int64_t i = begin; i < end; i++) {
-    const AttentionItem& item = a.items[i / a.num_kv_heads];
-    const int64_t kv_head = i % a.num_kv_heads, shared = item.shared_chunks;
-    ChunkPlace after_item{0, 0, 0, 0};
-    if (i + 1 < end) {
-      const AttentionToken& first = a.tokens[a.items[(i + 1) / a.num_kv_heads].begin];
-      after_item = {first.sequence, (i + 1) % a.num_kv_heads, 0, first.visible};
+    const AttentionItem& item = a.items[i];
+    load_rows<T>(a, item, s);
+    find_segments(a, item, s, 0, segments[0]);
+    for (int64_t chunk = 0; segments[chunk % 2].size > 0; chunk++) {
+      find_segments(a, item, s, chunk + 1, segments[(chunk + 1) % 2]);
+      attend_chunk<C>(a, item, s, chunk * kAttentionChunk, segments[chunk % 2], segments[(chunk + 1) % 2]);
     }
-    load_rows<T>(a, item, kv_head, s);
-    if (shared > 0) {
-      const ChunkPlace own{s.rows[0].sequence, kv_head, shared, s.rows[0].visible};
-      walk_chunks<C>(a, s, kv_head, 0, s.count, 0, shared, own);
-    }
-    for (int r = 0, next; r < s.count; r = next) {
-      for (next = r + 1; next < s.count && s.rows[next].sequence == s.rows[r].sequence;) next++;
-      const ChunkPlace sibling{s.rows[next % s.count].sequence, kv_head, shared, s.rows[next % s.count].visible};
-      walk_chunks<C>(a, s, kv_head, r, next, shared, INT64_MAX / kAttentionChunk, next < s.count ? sibling : after_item);
-    }
-    store_rows<T>(a, s);
+    store_rows<T>(a, item, s);
   }
 }
 

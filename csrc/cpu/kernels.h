@@ -69,10 +69,11 @@ struct AttentionToken {
   int32_t visible;   // number of KV positions it attends to
 };
 
-// Tokens [begin, end) x query heads [head_begin, head_end) of every KV head; the tokens may belong to several sequences,
-// sequence by sequence with ascending `visible`, which hold the same blocks in their first `shared_chunks` chunks.
+// Tokens [begin, end) x query heads [head_begin, head_end) of each of the KV heads [kv_begin, kv_end). The tokens may belong to
+// several sequences, sequence by sequence with ascending `visible`; all of them see the first `shared` positions (a multiple
+// of kAttentionRun), which lie in the same blocks for all of those sequences.
 struct AttentionItem {
-  int32_t begin, end, head_begin, head_end, shared_chunks;
+  int32_t begin, end, head_begin, head_end, kv_begin, kv_end, shared;
 };
 
 struct AttentionArgs {
@@ -85,15 +86,18 @@ struct AttentionArgs {
   int64_t num_heads, num_kv_heads, head_dim, block_size;
   float scale;
   const AttentionToken* tokens;
-  const AttentionItem* items;
-  // Work item i of the kernel is KV head i % num_kv_heads of items[i / num_kv_heads]: the heads of a block lie side by side
-  // in memory, so that one after the other they use the same pages.
+  const AttentionItem* items;  // the work items of the kernel
   Dtype dtype, cache_dtype;
 };
 
-constexpr int kAttentionChunk = 64;         // KV positions per step of the online softmax, aligned to absolute positions
-constexpr int kAttentionRows = 32;          // query rows (tokens x query heads of a KV head) per item at most
+constexpr int kAttentionChunk = 64;  // KV positions per step of the online softmax, aligned to absolute positions
+constexpr int kAttentionRun = 16;    // positions that the kernel wants in one piece of memory; divides a chunk
 constexpr int kAttentionMaxHeadDim = 512;
+constexpr int kAttentionRows = 64;       // query rows (tokens x query heads of one KV head) per item at most
+constexpr int kAttentionRowHeads = 256;  // and those of all its KV heads together,
+constexpr int kAttentionFloats = kAttentionRows * kAttentionMaxHeadDim;  // of which each takes attention_width floats
+
+constexpr int64_t attention_width(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 struct SampleArgs {
   const float* logits;  // [R, V]

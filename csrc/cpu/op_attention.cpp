@@ -1,17 +1,8 @@
-// torch.ops.sagc_fast.paged_attention: plans which rows walk the KV cache together, then runs the kernel.
-#include <algorithm>
-#include <numeric>
-#include <vector>
-
-#include "torch_util.h"
+// torch.ops.sagc_fast.paged_attention
+#include "attention_run.h"
 
 namespace sagc {
 namespace {
-
-struct Layout {
-  const int32_t *cu_query, *context_lens, *block_tables, *share_group, *shared_blocks;
-  int64_t num_sequences, blocks_per_sequence;
-};
 
 const int32_t* int_row(const Tensor& t, int64_t size, const char* name) {
   check_type(t, ScalarType::Int, name, "int32");
@@ -20,7 +11,7 @@ const int32_t* int_row(const Tensor& t, int64_t size, const char* name) {
   return static_cast<const int32_t*>(t.const_data_ptr());
 }
 
-Layout read_layout(const Tensor& cu_query, const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
+AttentionLayout read_layout(const Tensor& cu_query, const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
                    const Tensor& shared_blocks) {
   STD_TORCH_CHECK(cu_query.dim() == 1 && cu_query.size(0) >= 1, "cu_query must have one entry more than there are sequences");
   const int64_t S = cu_query.size(0) - 1;
@@ -37,7 +28,7 @@ Layout read_layout(const Tensor& cu_query, const Tensor& context_lens, const Ten
 }
 
 // Everything the kernel dereferences is checked here once, so that a broken layout is an error and not a crash.
-void check_layout(const Layout& l, int64_t num_tokens, int64_t num_blocks, int64_t block_size) {
+void check_layout(const AttentionLayout& l, int64_t num_tokens, int64_t num_blocks, int64_t block_size) {
   STD_TORCH_CHECK(l.cu_query[0] == 0 && l.cu_query[l.num_sequences] == num_tokens,
                   "cu_query must run from 0 to the number of query tokens");
   for (int64_t s = 0; s < l.num_sequences; s++) {
@@ -51,53 +42,6 @@ void check_layout(const Layout& l, int64_t num_tokens, int64_t num_blocks, int64
     for (int64_t b = 0; b < blocks; b++)
       STD_TORCH_CHECK(table[b] >= 0 && table[b] < num_blocks, "sequence ", s, " names block ", table[b], " of ", num_blocks);
   }
-}
-
-struct Plan {
-  std::vector<AttentionToken> tokens;
-  std::vector<AttentionItem> items;
-  int64_t row_positions = 0;  // KV positions over all tokens, for the cost estimate
-};
-
-// Appends the sequences of one bundle as items of at most kAttentionRows rows (tokens x query heads of a KV head) each.
-void add_bundle(Plan& plan, const Layout& l, const int32_t* begin, const int32_t* end, int32_t shared_chunks, int32_t group,
-                int32_t max_rows) {
-  const int32_t first = static_cast<int32_t>(plan.tokens.size());
-  for (const int32_t* s = begin; s != end; s++) {
-    const int32_t queries = l.cu_query[*s + 1] - l.cu_query[*s];
-    for (int32_t i = 0; i < queries; i++) {
-      plan.tokens.push_back({l.cu_query[*s] + i, *s, l.context_lens[*s] - queries + i + 1});
-      plan.row_positions += plan.tokens.back().visible;
-    }
-  }
-  const int32_t count = static_cast<int32_t>(plan.tokens.size()) - first;
-  if (count == 0) return;
-  const int32_t heads = std::min(group, max_rows), most = std::max(1, max_rows / heads);
-  const int32_t pieces = (count + most - 1) / most;
-  for (int32_t p = 0; p < pieces; p++)
-    for (int32_t g = 0; g < group; g += heads)
-      plan.items.push_back({first + static_cast<int32_t>(int64_t{count} * p / pieces),
-                            first + static_cast<int32_t>(int64_t{count} * (p + 1) / pieces), g, std::min(g + heads, group),
-                            shared_chunks});
-}
-
-Plan make_plan(const Layout& l, int64_t num_tokens, int64_t block_size, int32_t group, int32_t max_rows) {
-  Plan plan;
-  plan.tokens.reserve(static_cast<size_t>(num_tokens));
-  std::vector<int32_t> order(static_cast<size_t>(l.num_sequences));
-  std::iota(order.begin(), order.end(), 0);
-  auto key = [&](int32_t s) { return l.shared_blocks[s] > 0 ? l.share_group[s] : -1; };
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return key(a) < key(b); });
-  for (size_t i = 0, next; i < order.size(); i = next) {
-    const int32_t share = key(order[i]);
-    int64_t shared = int64_t{l.shared_blocks[order[i]]} * block_size;
-    for (next = i + 1; share >= 0 && next < order.size() && key(order[next]) == share; next++)
-      shared = std::min(shared, int64_t{l.shared_blocks[order[next]]} * block_size);
-    if (next - i == 1) shared = 0;
-    for (size_t j = i; j < next; j++) shared = std::min(shared, int64_t{l.context_lens[order[j]]});
-    add_bundle(plan, l, order.data() + i, order.data() + next, static_cast<int32_t>(shared / kAttentionChunk), group, max_rows);
-  }
-  return plan;
 }
 
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cu_query,
@@ -116,22 +60,19 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   STD_TORCH_CHECK(args.num_kv_heads > 0 && args.num_heads % args.num_kv_heads == 0,
                   "the number of query heads must be a multiple of the number of KV heads");
   STD_TORCH_CHECK(args.head_dim > 0 && args.head_dim <= kAttentionMaxHeadDim, "head width must be at most ", kAttentionMaxHeadDim);
-  const Layout layout = read_layout(cu_query, context_lens, block_tables, share_group, shared_blocks);
+  const AttentionLayout layout = read_layout(cu_query, context_lens, block_tables, share_group, shared_blocks);
   const int64_t T = q.size(0);
   check_layout(layout, T, k_cache.size(0), args.block_size);
 
   Tensor out = empty({T, args.num_heads, args.head_dim}, q.scalar_type());
-  const int32_t group = static_cast<int32_t>(args.num_heads / args.num_kv_heads);
-  const Plan plan = make_plan(layout, T, args.block_size, group, kAttentionRows);
+  const AttentionPlan plan = plan_attention(layout, {args.num_heads, args.num_kv_heads, args.head_dim, args.block_size},
+                                            static_cast<int>(torch::stable::get_num_threads()));
   args.q = q.const_data_ptr(), args.q_stride = q.stride(0);
   args.k_cache = k_cache.const_data_ptr(), args.v_cache = v_cache.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.block_tables = layout.block_tables, args.block_tables_stride = layout.blocks_per_sequence;
   args.scale = static_cast<float>(scale);
-  args.tokens = plan.tokens.data(), args.items = plan.items.data();
-  const int64_t work_items = static_cast<int64_t>(plan.items.size()) * args.num_kv_heads;
-  const double flops = 4.0 * static_cast<double>(plan.row_positions * args.num_heads * args.head_dim);
-  parallel(work_items, flops, [&](int64_t b, int64_t e) { kernels().attention(args, b, e); });
+  run_attention(args, plan);
   return out;
 }
 

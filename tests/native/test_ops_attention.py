@@ -141,13 +141,17 @@ def test_block_size_does_not_change_the_bits(native: ModuleType) -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("heads", [(6, 6), (9, 3), (36, 1)])
-def test_walking_shared_blocks_together_does_not_change_the_bits(native: ModuleType, heads: tuple[int, int]) -> None:
-    """Two groups of siblings and a loner in one step, with sharing announced, against each sequence alone."""
+@pytest.mark.parametrize("heads", [(6, 6), (9, 3), (70, 1)])
+@pytest.mark.parametrize(("block_size", "shared"), [(16, 10), (16, 4), (32, 5), (10, 13), (64, 1)])
+def test_walking_shared_blocks_together_does_not_change_the_bits(
+    native: ModuleType, heads: tuple[int, int], block_size: int, shared: int
+) -> None:
+    """Two groups of siblings and a loner in one step, with sharing announced, against each sequence alone. The shared
+    positions end within a chunk and at its end, and where the block size does not divide a chunk."""
     torch.manual_seed(1)
     context_lens = [161, 200, 170, 190, 175, 161, 300]
-    one = make_cache(context_lens, heads[1], 16, 48, shared=10)  # 160 shared positions: two chunks and a half
-    layout = make_layout(one, list(range(7)), context_lens, [1, 1, 2, 1, 1, 1, 5], [4, 4, -1, 0, 4, 0, 4], 10)
+    one = make_cache(context_lens, heads[1], block_size, 48, shared=shared)
+    layout = make_layout(one, list(range(7)), context_lens, [1, 1, 2, 1, 1, 1, 5], [4, 4, -1, 0, 4, 0, 4], shared)
     q = torch.randn(12, heads[0], 48)
     together = native.paged_attention(q, one.k, one.v, layout, 0.15)
     torch.testing.assert_close(together.double(), exact(q, one, layout, 0.15), rtol=1e-4, atol=3e-6)

@@ -21,6 +21,13 @@ def test_layers_are_contiguous_zeroed_and_apart():
     assert kv.num_bytes == 3 * KVCache.bytes_per_block(2, 4, 5, 6, torch.bfloat16) == 3 * 2 * 2 * 5 * 4 * 6 * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_memory_begins_at_a_cache_line(dtype: torch.dtype):
+    """Where it did not, every wide load of the decode kernel touched two lines."""
+    for num_blocks in (1, 30, 3000):
+        assert KVCache(2, num_blocks, 16, 2, 32, dtype).k(0).data_ptr() % 64 == 0
+
+
 def test_all_sources_are_read_before_a_target_is_written():
     """A block that one copy fills may be the source of another: it was free for new use in the same step."""
     kv = KVCache(2, num_blocks=4, block_size=1, num_kv_heads=1, head_dim=1)
