@@ -22,17 +22,19 @@ PACKAGE = ROOT / "sagc_fast"
 # Part of the package -> parts that it may import. `kernels` are the Triton kernels, which import nothing of ours.
 ALLOWED = {
     "errors": set(),
+    "profiling": set(),
     "types": {"errors"},
     "config_parsing": {"errors"},
     "config": {"errors", "types", "config_parsing", "algo", "controller"},
     "controller": {"errors"},
     "ops": {"errors", "kernels"},
     "model": {"errors", "ops"},
-    "rollout": {"errors", "types", "ops", "model"},
+    "rollout": {"errors", "types", "ops", "model", "profiling"},
     "algo": {"errors", "types", "ops"},
     "tasks": {"errors", "types"},
     "report": {"errors"},
-    "train": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "report"},
+    "train": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "report"}
+    | {"profiling"},
     "eval": {"errors", "types", "tasks", "model", "rollout"},
     "integrations": {"errors", "types", "controller"},
     "bench": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "train"},
@@ -52,6 +54,7 @@ TORCH_FREE = (
     "sagc_fast.rollout.noise", "sagc_fast.tasks", "sagc_fast.tasks.addition", "sagc_fast.tasks.dataset",
     "sagc_fast.tasks.reasoning_gym", "sagc_fast.tasks.scoring", "sagc_fast.controller", "sagc_fast.bench",
     "sagc_fast.bench.machine", "sagc_fast.bench.stats", "sagc_fast.bench.clock",
+    "sagc_fast.profiling",
 )  # fmt: skip
 
 

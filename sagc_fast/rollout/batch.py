@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sagc_fast.ops.layouts import PagedLayout
+from sagc_fast.profiling import ranged
 from sagc_fast.rollout.rows import RowTable
 from sagc_fast.rollout.scheduler import Chunk, StepPlan
 
@@ -34,6 +35,7 @@ class StepBatch:
     num_recomputed_tokens: int
 
 
+@ranged("batch")
 def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.device) -> StepBatch:
     """Gather the plan's rows and chunks; O(tokens of the step)."""
     decode_slots = plan.decode_slots

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sagc_fast.profiling import ranged
 from sagc_fast.rollout.admission import AdmissionQueue
 from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.rollout.kv_cache import KVCache
@@ -89,6 +90,7 @@ class Call:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
+    @ranged("engine step")
     def _step(self, step: int) -> list[Group]:
         """Plan, compute, sample, retire; the groups that are complete now."""
         rows, scheduler = self._rows, self._scheduler

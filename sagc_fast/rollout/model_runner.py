@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sagc_fast.profiling import ranged
 from sagc_fast.rollout.batch import StepBatch, build_batch
 from sagc_fast.rollout.kv_cache import KVCache
 from sagc_fast.rollout.rows import RowTable
@@ -64,6 +65,7 @@ class ModelRunner:
             sample_seconds=perf_counter() - forwarded - logits_seconds,
         )
 
+    @ranged("forward")
     def _hidden(self, plan: StepPlan, batch: StepBatch) -> torch.Tensor:
         """Hidden states [U, E]: of the step's wanted rows, then those kept for late forks."""
         parts = []

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from sagc_fast import ops
+from sagc_fast.profiling import ranged
 from sagc_fast.rollout.rows import RowTable, Slots
 
 LOGITS_BYTES = 32 * 2**20
@@ -29,6 +30,7 @@ class Sampler:
         self.logits_seconds = 0.0
         """Time in the language-model head during the last call."""
 
+    @ranged("sample")
     def sample(
         self, hidden_UE: torch.Tensor, index_R: NDArray[np.int64], slots: Slots
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

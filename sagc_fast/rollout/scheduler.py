@@ -25,6 +25,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from sagc_fast.profiling import ranged
 from sagc_fast.rollout.admission import AdmissionQueue
 from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.rollout.rows import RowTable, Slots
@@ -96,6 +97,7 @@ class Scheduler:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
+    @ranged("schedule")
     def schedule(self) -> StepPlan:
         """Secure the decode rows' blocks, admit what fits, fill the token budget with prefill chunks."""
         self._copies, self._late_forks = [], []

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sagc_fast.errors import CheckpointError
+from sagc_fast.profiling import ranged
 from sagc_fast.train.files import checksum, fsync_file, fsync_folder, json_text, write_atomically, writing
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep_last = keep_last
 
+    @ranged("checkpoint")
     def save(
         self, step: int, write_tensors: Callable[[Path], None], state: dict[str, Any], best_step: int | None = None
     ) -> Path:

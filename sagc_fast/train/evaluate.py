@@ -9,6 +9,7 @@ from typing import Any
 
 from sagc_fast.config import EvaluationOptions
 from sagc_fast.errors import DatasetError
+from sagc_fast.profiling import ranged
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.scoring import ScoringPool
 from sagc_fast.train.draw import PromptSource
@@ -21,6 +22,7 @@ FIRST_PROMPT_ID = 2**40
 """Held-out prompts have ids from here on, apart from those of training draws."""
 
 
+@ranged("evaluation")
 def evaluate(
     engine: RolloutEngine,
     source: PromptSource,

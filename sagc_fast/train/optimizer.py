@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sagc_fast.config import OptimizerOptions
+from sagc_fast.profiling import ranged
 
 
 class PolicyOptimizer:
@@ -47,6 +48,7 @@ class PolicyOptimizer:
         share = min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0
         return self.options.learning_rate * share
 
+    @ranged("optimizer")
     def step(self) -> float:
         """Clip, apply and clear the gradients. Returns their global norm before clipping; when that is not finite,
         nothing is applied. Parameters without a gradient count as zero gradient (their moments decay)."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from sagc_fast.algo.config import FilterConfig
 from sagc_fast.algo.filters import has_signal, refill_size
+from sagc_fast.profiling import ranged
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.base import Problem, Score
 from sagc_fast.tasks.scoring import ScoringPool
@@ -125,6 +126,7 @@ class Sampler:
         self._engine, self._source, self._pool = engine, source, pool
         self._params, self._filters = params, filters
 
+    @ranged("rollout")
     def sample(
         self, position: int, num_prompts: int, group_size: int | GroupSizes, progress: Progress | None = None
     ) -> Rollout:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from sagc_fast.config import TrainConfig
 from sagc_fast.errors import SagcError
+from sagc_fast.profiling import STEP, ranged
 from sagc_fast.tasks.base import make_task
 from sagc_fast.tasks.scoring import ScoringPool
 from sagc_fast.train import accounting, parts
@@ -73,6 +74,7 @@ class Trainer:
                 self._checkpoint_if_due()
         return self.summary()
 
+    @ranged(STEP)
     def _train_step(self) -> None:
         """One optimizer step, from the choice of the group size to what the controller learns from it.
 

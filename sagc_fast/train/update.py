@@ -28,6 +28,7 @@ from sagc_fast.algo.logprobs import LogprobDifference, logprob_difference
 from sagc_fast.algo.loss import LossMetrics, loss_normalizer, policy_loss
 from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
 from sagc_fast.config import UpdateOptions
+from sagc_fast.profiling import annotate, ranged
 from sagc_fast.train.optimizer import PolicyOptimizer
 from sagc_fast.train.packing import MicroBatch, PackItem, pack
 from sagc_fast.train.sampling import ScoredGroup
@@ -96,6 +97,7 @@ class PolicyUpdater:
         self.algorithm, self.options = algorithm, options
         self.max_length, self.temperature, self.seed = max_length, temperature, seed
 
+    @ranged("update")
     def update(self, step: int, groups: Sequence[ScoredGroup]) -> UpdateResult:
         """One step's optimizer updates (``num_epochs`` x ``num_minibatches``); none when a value is not finite."""
         started = time.perf_counter()
@@ -109,6 +111,7 @@ class PolicyUpdater:
         result.seconds = time.perf_counter() - started
         return result
 
+    @ranged("advantages")
     def _prepare(self, groups: Sequence[ScoredGroup], result: UpdateResult) -> _Batch:
         """Rewards and advantages, and the log-probs that the loss compares with."""
         filters, loss, device = self.algorithm.filters, self.algorithm.loss, self.model.device
@@ -182,7 +185,8 @@ class PolicyUpdater:
                 rows = set(micro_batch.rows)
                 result.bad_groups = [i for i in members if rows & set(batch.items[i].rows)]
                 return
-            output.loss.backward()
+            with annotate("backward"):
+                output.loss.backward()
             total += loss
             result.num_tokens += micro_batch.num_tokens
             result.metrics = output.metrics if result.metrics is None else result.metrics + output.metrics
@@ -203,10 +207,12 @@ class PolicyUpdater:
         loss = self.algorithm.loss
         return loss.entropy_coef == 0 and (loss.kl_beta == 0 or loss.kl_in == "reward")
 
+    @ranged("pack")
     def _pack(self, items: Sequence[PackItem]) -> list[MicroBatch]:
         width = self.model.config.hidden_size
         return pack(items, self.options.micro_batch_tokens, width, self.model.device)
 
+    @ranged("forward")
     def _forward(self, model: Transformer, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob, entropy) of every completion token under the sampled distribution's temperature."""
         hidden_TE = model.forward_packed(
