@@ -44,8 +44,8 @@ format: setup  ## apply the formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## run the benchmarks
-	$(BIN)/pytest bench --benchmark-only
+bench: setup  ## microbenchmarks of operators and controller (minutes); `sagc-fast bench` compares with peers
+	$(BIN)/pytest bench --benchmark-only --override-ini python_files='bench_*.py'
 
 docs: setup  ## build the documentation into build/docs; any broken link fails
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements/docs.txt

@@ -1,4 +1,4 @@
-"""Microbenchmarks of the controller (pytest-benchmark): python -m pytest bench/bench_controller.py --benchmark-only
+"""Microbenchmarks of the controller: pytest bench/bench_controller.py --benchmark-only, or `sagc-fast bench controller`
 
 Budgets (docs/controller.md): observe + decide 5 us after compilation, a million simulated steps 2 s on one core, import
 to first decision 2 s. Run on a calm machine; the best round counts, the others measure the neighbours.
@@ -6,11 +6,8 @@ to first decision 2 s. Run on a calm machine; the best round counts, the others 
 
 from __future__ import annotations
 
-import json
-import platform
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -86,37 +83,3 @@ print(decided - start, time.perf_counter() - start)
     decided, observed = np.array(seconds[1:]).min(axis=0)
     benchmark.extra_info["import_to_first_decision_seconds"] = round(decided, 3)
     benchmark.extra_info["import_to_first_observation_seconds"] = round(observed, 3)
-
-
-def summary() -> dict[str, float | str]:
-    """The budgets' figures alone, best of many, as one JSON line."""
-    controller, lengths = SAGC(SAGCConfig(delta=0.4)), lengths_of(16, 16)
-    as_lists, config = lengths.tolist(), SAGCConfig(delta=0.4)
-    simulate_events(config, RATES, 10)
-    figures: dict[str, float | str] = {"machine": platform.processor() or platform.machine()}
-    for name, value in (("array", lengths), ("lists", as_lists)):
-        figures[f"observe_decide_us_16x16_{name}"] = 1e6 * _best(
-            lambda v=value: (controller.observe(v), controller.decide())
-        )
-    small = lengths_of(8, 8)
-    for name, value in (("array", small), ("lists", small.tolist())):
-        figures[f"observe_decide_us_8x8_{name}"] = 1e6 * _best(
-            lambda v=value: (controller.observe(v), controller.decide())
-        )
-    figures["observe_counts_decide_us"] = 1e6 * _best(lambda: (controller.observe_counts(3, 16), controller.decide()))
-    figures["million_steps_16_groups_seconds"] = _best(lambda: simulate_events(config, RATES), rounds=5, iterations=1)
-    return {name: round(v, 3) if isinstance(v, float) else v for name, v in figures.items()}
-
-
-def _best(function, rounds: int = 200, iterations: int = 300) -> float:
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(iterations):
-            function()
-        best = min(best, (time.perf_counter() - start) / iterations)
-    return best
-
-
-if __name__ == "__main__":
-    print(json.dumps(summary()))

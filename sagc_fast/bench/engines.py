@@ -42,7 +42,7 @@ ENGINES = {
 EXPORT_ENGINE = Engine(
     EXPORTER, "optimum-intel", "run_openvino_export.py", "optimum.intel", "optimum-intel==2.2.0 nncf openvino==2026.4.1"
 )
-TRL = Engine("trl", "TRL", "run_trl_train.py", "trl", "trl==1.16.0 transformers==5.24.0 accelerate datasets")
+TRL = Engine("trl", "TRL", "run_trl_step.py", "trl", "trl==1.16.0 transformers==5.24.0 accelerate datasets")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -32,6 +33,8 @@ BATCH_SECONDS = 0.002
 """A timed batch of calls lasts at least so long: beyond what clock and interruptions cost."""
 MAX_CALLS = 200
 WARMUPS = 2
+PRODUCTS = ("qkv", "output", "gate and up", "down", "head")
+"""In the order of Shape.products."""
 SMOLLM2 = Shape(width=576, layers=30, heads=9, kv_heads=3, head_dim=64, hidden=1536, vocab=49_152)
 
 
@@ -57,20 +60,20 @@ def shapes() -> dict[str, Shape]:
     return {"S": made["S"], "smollm2": SMOLLM2, "M": made["M"]}
 
 
-def linear_cases(shape: Shape, dtype: torch.dtype, rows: int, is_cold: bool = True) -> Iterator[Case]:
-    """The dense products of a layer, and the head."""
-    names = ("qkv", "output", "gate and up", "down", "head")
-    for name, ((n, k), _) in zip(names, shape.products(), strict=True):
-        itemsize = torch.empty(0, dtype=dtype).itemsize
-        copies = max(1, math.ceil(COLD_BYTES / (n * k * itemsize))) if is_cold else 1
-        weights = cycle([torch.randn(n, k).to(dtype) for _ in range(copies)])
-        x = torch.randn(rows, k).to(dtype)
-        yield Case(
-            f"linear {name}, {rows} x {k} -> {n}{'' if is_cold else ', in cache'}",
-            lambda x=x, weights=weights: ops.linear(x, next(weights)),
-            2.0 * rows * n * k,
-            itemsize * (n * k + rows * (n + k)),
-        )
+def linear_case(shape: Shape, dtype: torch.dtype, rows: int, name: str, is_cold: bool = True) -> Case:
+    """One of the dense products of a layer, or the head (``PRODUCTS``)."""
+    n, k = shape.products()[PRODUCTS.index(name)][0]
+    itemsize = dtype.itemsize
+    copies = max(1, math.ceil(COLD_BYTES / (n * k * itemsize))) if is_cold else 1
+    weight = torch.randn(n, k).to(dtype)
+    weights = cycle([weight, *(weight.clone() for _ in range(copies - 1))])
+    x = torch.randn(rows, k).to(dtype)
+    return Case(
+        f"linear {name}, {rows} x {k} -> {n}{'' if is_cold else ', in cache'}",
+        lambda: ops.linear(x, next(weights)),
+        2.0 * rows * n * k,
+        itemsize * (n * k + rows * (n + k)),
+    )
 
 
 def attention_case(shape: Shape, dtype: torch.dtype, rows: int, num_shared: int) -> Case:
@@ -88,32 +91,53 @@ def attention_case(shape: Shape, dtype: torch.dtype, rows: int, num_shared: int)
     )
 
 
-def rowwise_cases(shape: Shape, dtype: torch.dtype, rows: int) -> Iterator[Case]:
-    """Norms, activation, rotary embedding with the cache write, and the draw: bound by the bytes they move."""
-    width, heads, kv_heads, head_dim = shape.width, shape.heads, shape.kv_heads, shape.head_dim
-    angles, slots = torch.randn(512, head_dim // 2), torch.arange(rows)
-    cache = torch.zeros(2, math.ceil(rows / BLOCK_SIZE), kv_heads, BLOCK_SIZE, head_dim).to(dtype)
+def norm_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
+    x, residual = torch.randn(rows, shape.width).to(dtype), torch.randn(rows, shape.width).to(dtype)
+    weight = torch.ones(shape.width).to(dtype)
+    return Case(f"add + RMSNorm, {rows} rows", lambda: ops.add_rms_norm(x, residual, weight, 1e-5), 0.0, 4.0 * x.nbytes)
 
-    def made(*size: int) -> torch.Tensor:
-        return torch.randn(*size).to(dtype)
 
-    x, residual, weight, gate_up = made(rows, width), made(rows, width), made(width), made(rows, 2 * shape.hidden)
-    q, k = made(rows, heads, head_dim), made(rows, kv_heads, head_dim)
-    cos, sin, logits = angles.cos(), angles.sin(), torch.randn(rows, shape.vocab)
-    uniform, temperature = torch.rand(rows, dtype=torch.float64), torch.ones(rows)
-    size = x.itemsize
-    calls: tuple[tuple[str, Callable[[], object], float], ...] = (
-        ("add + RMSNorm", lambda: ops.add_rms_norm(x, residual, weight, 1e-5), 4 * width * size),
-        ("SwiGLU", lambda: ops.silu_mul(gate_up), 3 * shape.hidden * size),
-        (
-            "RoPE + cache write",
-            lambda: ops.rope_and_cache(q, k, k, cos, sin, slots, cache[0], cache[1], slots),
-            (2 * heads + 4 * kv_heads) * head_dim * size,
-        ),
-        ("draw with log-prob", lambda: ops.sample_tokens(logits, uniform, temperature), 4 * shape.vocab),
+def activation_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
+    gate_up = torch.randn(rows, 2 * shape.hidden).to(dtype)
+    return Case(f"SwiGLU, {rows} rows", lambda: ops.silu_mul(gate_up), 0.0, 1.5 * gate_up.nbytes)
+
+
+def rope_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
+    angles, slots = torch.randn(512, shape.head_dim // 2), torch.arange(rows)
+    cos, sin = angles.cos(), angles.sin()
+    cache = torch.zeros(2, math.ceil(rows / BLOCK_SIZE), shape.kv_heads, BLOCK_SIZE, shape.head_dim).to(dtype)
+    q = torch.randn(rows, shape.heads, shape.head_dim).to(dtype)
+    k = torch.randn(rows, shape.kv_heads, shape.head_dim).to(dtype)
+    return Case(
+        f"RoPE + cache write, {rows} rows",
+        lambda: ops.rope_and_cache(q, k, k, cos, sin, slots, cache[0], cache[1], slots),
+        0.0,
+        2.0 * q.nbytes + 4.0 * k.nbytes,
     )
-    for name, call, row_bytes in calls:
-        yield Case(f"{name}, {rows} rows", call, 0.0, float(rows * row_bytes))
+
+
+def draw_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
+    """Logits are fp32 whatever the model is."""
+    logits, uniform = torch.randn(rows, shape.vocab), torch.rand(rows, dtype=torch.float64)
+    temperature = torch.ones(rows)
+    return Case(
+        f"draw with log-prob, {rows} rows",
+        lambda: ops.sample_tokens(logits, uniform, temperature),
+        0.0,
+        float(logits.nbytes),
+    )
+
+
+BUILDERS: dict[str, Callable[[Shape, torch.dtype, int], Case]] = {
+    **{f"linear {name}": partial(linear_case, name=name) for name in PRODUCTS},
+    "decode": partial(attention_case, num_shared=0),
+    "decode shared": partial(attention_case, num_shared=PROMPT),
+    "norm": norm_case,
+    "activation": activation_case,
+    "rope": rope_case,
+    "draw": draw_case,
+}
+"""Name of a case -> function of (shape, dtype, rows) that makes it, operands included."""
 
 
 def decode_layout(num_sequences: int, context: int, group: int, shared_blocks: int) -> PagedLayout:
@@ -135,13 +159,6 @@ def decode_layout(num_sequences: int, context: int, group: int, shared_blocks: i
         max_query_len=1,
         max_context_len=context,
     )
-
-
-def cases(shape: Shape, dtype: torch.dtype, rows: int) -> Iterator[Case]:
-    yield from linear_cases(shape, dtype, rows)
-    for num_shared in (0, PROMPT):
-        yield attention_case(shape, dtype, rows, num_shared)
-    yield from rowwise_cases(shape, dtype, rows)
 
 
 def run(
@@ -171,7 +188,8 @@ def run(
             record["ceilings"] = ceilings.to_dict()
             for count in rows:
                 say(f"{model} {dtype}, {count} rows")
-                for case in cases(shape, torch_dtype, count):
+                for build in BUILDERS.values():
+                    case = build(shape, torch_dtype, count)
                     record["results"] += _measure(case, backends, runs, ceilings, dtype, clock)
     finally:
         torch.set_num_threads(before)

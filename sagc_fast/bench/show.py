@@ -145,6 +145,10 @@ def _show_results(screen: Console, record: dict[str, Any]) -> None:
     rows = [[entry["name"], *(cell(entry, name) for name in names)] for entry in record["results"]]
     print_table(screen, ["", *headings], rows)
     for entry in record["results"]:
+        if phases := entry["facts"].get("seconds"):
+            parts = ", ".join(f"{name} {number(value)} s" for name, value in phases.items())
+            screen.print(f"{entry['name']}: {parts} a run", markup=False)
+    for entry in record["results"]:
         if ratio := entry["facts"].get("ours_is_faster_by"):
             screen.print(
                 f"faster than {entry['name']} by {ratio['ratio']:.2f} ({ratio['low']:.2f} - {ratio['high']:.2f})",

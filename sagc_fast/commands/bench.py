@@ -19,12 +19,13 @@ examples:
   sagc-fast bench rollout --model M --dtype bf16 --vs vllm,openvino --peer-python vllm=peer-vllm/bin/python
   sagc-fast bench kernels --model S --rows 1,16,128 --out bench.jsonl
   sagc-fast bench controller --quick --json
+  sagc-fast bench step --group-size 16 --peer-python trl=peer-trl/bin/python
   sagc-fast bench train --runs 5
   sagc-fast bench compare before.jsonl after.jsonl --fail-if-slower 5%
   sagc-fast bench compare 5536ce5 c0ffee1 --history bench.jsonl  two commits, or labels, of one history"""
 
-RUNS = {"rollout": 5, "kernels": 10, "controller": 20, "train": 3}
-QUICK_RUNS = {"rollout": 2, "kernels": 3, "controller": 3, "train": 1}
+RUNS = {"rollout": 5, "kernels": 10, "controller": 20, "step": 3, "train": 3}
+QUICK_RUNS = {"rollout": 2, "kernels": 3, "controller": 3, "step": 1, "train": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(
         add("controller", "choosing the group size: microseconds a step, a million simulated steps"), "controller"
     )
+    step = add("step", "one GRPO step on shape S with forced lengths: rollout and update, beside TRL's trainer")
+    step.add_argument("--group-size", type=int, metavar="G", help="completions per prompt (8)")
+    _add_peer_python(step)
+    _add_common(step, "step")
+    _add_threads(step)
     train = add("train", "optimizer steps of the addition policy: seconds by phase, beside TRL's trainer")
     train.add_argument("--steps", type=int, default=10, help="optimizer steps per run (10)")
     _add_peer_python(train)
@@ -62,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.runs is None:
         args.runs = (QUICK_RUNS if args.quick else RUNS)[args.bench]
     measure: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-        "rollout": _rollout, "kernels": _kernels, "controller": _controller, "train": _train,
+        "rollout": _rollout, "kernels": _kernels, "controller": _controller, "step": _step,
+        "train": _train,
     }  # fmt: skip
     record = measure[args.bench](args)
 
@@ -186,13 +193,24 @@ def _controller(args: argparse.Namespace) -> dict[str, Any]:
     return controller.run(args.runs, args.quick, args.label, say)
 
 
+def _step(args: argparse.Namespace) -> dict[str, Any]:
+    from sagc_fast.bench import training
+    from sagc_fast.bench.engines import parse_pythons
+    from sagc_fast.bench.show import say
+
+    workload = training.QUICK_STEP if args.quick else training.STEP
+    if args.group_size is not None:
+        workload = replace(workload, group_size=args.group_size)
+    return training.run_step(workload, args.threads, args.runs, parse_pythons(args.peer_python), args.label, say)
+
+
 def _train(args: argparse.Namespace) -> dict[str, Any]:
-    from sagc_fast.bench import train
+    from sagc_fast.bench import training
     from sagc_fast.bench.engines import parse_pythons
     from sagc_fast.bench.show import say
 
     steps = min(args.steps, 2) if args.quick else args.steps
-    return train.run(steps, args.threads, args.runs, parse_pythons(args.peer_python), args.label, say)
+    return training.run_train(steps, args.threads, args.runs, parse_pythons(args.peer_python), args.label, say)
 
 
 def _compare(args: argparse.Namespace) -> int:

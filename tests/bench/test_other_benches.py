@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from sagc_fast.bench import controller, kernels, show, train
-from sagc_fast.bench.kernels import cases
+from sagc_fast.bench import controller, kernels, show, training
+from sagc_fast.bench.kernels import BUILDERS
 from sagc_fast.bench.models import Shape
 from sagc_fast.ops import use_backend
 
@@ -32,7 +32,7 @@ def quiet(text: str) -> None:
 @pytest.mark.parametrize("rows", [1, 20])
 def test_every_case_runs_and_counts_work(monkeypatch, dtype, rows):
     monkeypatch.setattr(kernels, "COLD_BYTES", 2000)
-    found = list(cases(SMALL, dtype, rows))
+    found = [build(SMALL, dtype, rows) for build in BUILDERS.values()]
     assert len({case.name for case in found}) == len(found) == 11
     with use_backend("torch"):
         assert all(case.call() is not None for case in found)
@@ -40,7 +40,7 @@ def test_every_case_runs_and_counts_work(monkeypatch, dtype, rows):
 
 
 def test_work_of_a_product_and_of_attention_by_hand():
-    product = next(kernels.linear_cases(SMALL, torch.float32, rows=3))
+    product = kernels.linear_case(SMALL, torch.float32, 3, "qkv")
     assert product.flops == 2 * 3 * 64 * 16  # 4 + 2 + 2 heads of 8
     assert product.num_bytes == 4 * (64 * 16 + 3 * (64 + 16))
     attention = kernels.attention_case(SMALL, torch.float32, rows=20, num_shared=160)
@@ -78,8 +78,8 @@ def test_controller_record(monkeypatch):
 
 
 def test_train_record_beside_a_stand_in_for_trl(monkeypatch, fake_python):
-    monkeypatch.setattr(train, "OWN_PYTHON", str(fake_python))
-    record = train.run(4, 1, 2, {"trl": str(fake_python)}, None, quiet)
+    monkeypatch.setattr(training, "OWN_PYTHON", str(fake_python))
+    record = training.run_train(4, 1, 2, {"trl": str(fake_python)}, None, quiet)
     ours, trl = record["results"]
     assert ours["metrics"]["cpu_seconds_per_step"]["median"] == 0.25
     assert ours["metrics"]["tokens_per_cpu_second"]["values"] == [100, 100]
@@ -88,15 +88,15 @@ def test_train_record_beside_a_stand_in_for_trl(monkeypatch, fake_python):
 
 
 def test_both_trainers_get_the_same_problems():
-    problems = train._problems(2)
-    assert len(problems) == 2 * train.NUM_PROMPTS
+    problems = training._problems(2)
+    assert len(problems) == 2 * training.NUM_PROMPTS
     assert all(set(problem) == {"prompt", "answer"} and problem["prompt"].endswith("=") for problem in problems)
 
 
 def test_train_without_trl_names_it(monkeypatch, fake_python):
-    monkeypatch.setattr(train, "OWN_PYTHON", str(fake_python))
-    monkeypatch.setattr(train, "TRL", replace(train.TRL, module="no_such_module"))
-    record = train.run(1, 1, 1, {}, None, quiet)
+    monkeypatch.setattr(training, "OWN_PYTHON", str(fake_python))
+    monkeypatch.setattr(training, "TRL", replace(training.TRL, module="no_such_module"))
+    record = training.run_train(1, 1, 1, {}, None, quiet)
     assert [entry["name"] for entry in record["results"]] == ["sagc_fast"]
     assert record["absent"][0]["name"] == "trl"
 
@@ -114,3 +114,28 @@ def test_our_own_trainer_takes_the_steps_asked_for():
         answer = worker.run({"steps": 2, "problems": []})
     assert 0 < answer["output_tokens"] <= 2 * 2 * 2 * 4
     assert answer["seconds"]["rollout"] > 0
+
+
+def test_step_record_and_a_trainer_that_does_other_work(monkeypatch, tmp_path, fake_python, broken_python):
+    monkeypatch.setenv("SAGC_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(training, "model_folder", lambda name, dtype: tmp_path)
+    monkeypatch.setattr(training, "OWN_PYTHON", str(fake_python))
+    record = training.run_step(training.QUICK_STEP, 1, 2, {"trl": str(fake_python)}, None, quiet)
+    assert [entry["name"] for entry in record["results"]] == ["sagc_fast", "trl"]
+    assert record["results"][0]["facts"]["seconds"] == {"rollout": 0.5, "update": 0.25}
+    record = training.run_step(training.QUICK_STEP, 1, 1, {"trl": str(broken_python("short"))}, None, quiet)
+    assert [entry["name"] for entry in record["results"]] == ["sagc_fast"]
+    assert "tokens where" in record["notes"][0]
+
+
+def test_our_own_step_does_the_forced_work(tiny_model, tmp_path):
+    from sagc_fast.bench.engines import OWN_PYTHON, PEERS
+    from sagc_fast.bench.worker import Worker
+    from sagc_fast.model.loader import save_model
+
+    save_model(tiny_model(), tmp_path)
+    settings = {"model": str(tmp_path), "threads": 1, "max_length": 4, "learning_rate": 1e-3}
+    with Worker("sagc_fast", OWN_PYTHON, PEERS / "run_sagc_step.py", settings) as worker:
+        answers = [worker.rollout([[5, 6, 7]], [[1, 4, 2]], seed) for seed in range(2)]
+    assert [answer["output_tokens"] for answer in answers] == [7, 7]
+    assert answers[0]["seconds"]["update"] > 0

@@ -15,7 +15,8 @@ from typing import Any
 Run = Callable[[dict[str, Any]], dict[str, Any]]
 """One run of what the request asks for. A rollout's request: {"prompts": token ids, "lengths": completion lengths to
 force, one list per prompt, "seed"}; its answer: {"lengths": what came out, and counts: "steps", "row_steps" (rows
-computed, over all steps), "prefill_tokens"}, without those that an engine does not tell."""
+computed, over all steps), "prefill_tokens"}, without those that an engine does not tell. wall_seconds and cpu_seconds of
+the whole run are added; an answer that has them (its run had to set something up first) keeps its own."""
 
 
 def serve(load: Callable[[dict[str, Any]], Run], versions: tuple[str, ...]) -> None:
@@ -39,7 +40,7 @@ def serve(load: Callable[[dict[str, Any]], Run], versions: tuple[str, ...]) -> N
         wall, cpu = time.perf_counter(), time.process_time()
         result = run(request)
         elapsed = {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-        _answer(answers, {**result, **elapsed, "peak_rss_bytes": _status_bytes("VmHWM")})
+        _answer(answers, {**elapsed, **result, "peak_rss_bytes": _status_bytes("VmHWM")})
 
 
 def _answer(answers: Any, value: dict[str, Any]) -> None:

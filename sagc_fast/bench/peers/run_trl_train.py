@@ -51,21 +51,22 @@ def load(settings: dict[str, Any]) -> Run:
             )  # fmt: skip
             seconds = {"rollout": 0.0}
             model.generate = _timed(model.generate, seconds)
-            started = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()  # without making the trainer
             trainer.train()
-            seconds["update"] = time.perf_counter() - started - seconds["rollout"]
-        return {"output_tokens": counts["tokens"], "seconds": seconds}
+            elapsed = {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+            seconds["update"] = elapsed["cpu_seconds"] - seconds["rollout"]
+        return {"output_tokens": counts["tokens"], "seconds": seconds, **elapsed}
 
     return run
 
 
 def _timed(call: Callable[..., Any], seconds: dict[str, float]) -> Callable[..., Any]:
     def timed(*args: Any, **options: Any) -> Any:
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             return call(*args, **options)
         finally:
-            seconds["rollout"] += time.perf_counter() - started
+            seconds["rollout"] += time.process_time() - started
 
     return timed
 
