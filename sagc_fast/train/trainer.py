@@ -82,7 +82,7 @@ class Trainer:
         dynamic sampling drops any: which groups survive depends on their rewards and lengths, and an estimate of the
         straggler rate from survivors would be biased.
         """
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         step = self.state.step + 1
         group_size = self.controller.decide()
         num_prompts = self.prompt_budget.num_prompts(group_size)
@@ -105,12 +105,15 @@ class Trainer:
         self.state.step = step
         self.state.position = rollout.next_position
         self.state.num_updates = self.optimizer.num_updates
-        self._record(group_size, rollout, update, time.perf_counter() - started)
+        cpu_seconds = time.process_time() - cpu_started
+        self._record(group_size, rollout, update, time.perf_counter() - started, cpu_seconds)
         self._stop_if_not_finite(rollout, update)
 
     # ---- recording -----------------------------------------------------------------------------------------------
 
-    def _record(self, group_size: int, rollout: Rollout, update: UpdateResult, seconds: float) -> None:
+    def _record(
+        self, group_size: int, rollout: Rollout, update: UpdateResult, seconds: float, cpu_seconds: float
+    ) -> None:
         """Write the step's lines, look for alarms, show the step."""
         checkpoint_seconds, self._checkpoint_seconds = self._checkpoint_seconds, 0.0
         self.state.time_seconds += seconds + checkpoint_seconds
@@ -128,6 +131,7 @@ class Trainer:
             **accounting.update_figures(update),
             "checkpoint_seconds": checkpoint_seconds,
             "step_seconds": seconds + checkpoint_seconds,
+            "cpu_seconds": cpu_seconds,
         }
         self.metrics.write("metrics.jsonl", record)
         self.metrics.show(record, "train", accounting.histograms(rollout))

@@ -1,0 +1,246 @@
+"""Runs, draws and tabulates the learning study of docs/learning.md: three tasks, GRPO and DAPO, fixed G and SAGC, seeds.
+
+    python bench/learning_study.py                    # run what is missing, then draw the figures and write the table
+    python bench/learning_study.py --draw-only
+
+A run whose figures stand in the CSV files under docs/runs/learning is not run again, so the study can be stopped at any
+time and goes on where it was. Runs use one thread and one process, after one another; seconds are CPU seconds of the
+training process, because the wall clock of a busy machine measures its neighbours. Nothing is left out: every run of
+the grid is in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+DATA, IMAGES, DOCUMENT = ROOT / "docs/runs/learning", ROOT / "docs/img", ROOT / "docs/learning.md"
+TASKS = ("addition", "chain_sum", "spell_backward")
+ALGORITHMS = ("grpo", "dapo")
+CONTROLLERS = ("G4", "G8", "G16", "sagc")
+SEEDS = (0, 1, 2)
+COLOURS = dict(zip(CONTROLLERS, ("#9ab8d6", "#4a82b8", "#1b3f66", "#c2571a"), strict=True))
+LABELS = {"G4": "G = 4", "G8": "G = 8", "G16": "G = 16", "sagc": "SAGC"}
+STEP_FIELDS = ("group_size", "reward_mean", "straggler_rate", "length_mean", "num_groups_kept", "num_groups_sampled")
+WINDOW = 5
+"""Steps of the running mean in the figures, and of the last rewards in the table."""
+TABLE_MARKS = ("<!-- table of all runs: written by bench/learning_study.py -->", "<!-- end of table -->")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    task: str
+    algorithm: str
+    controller: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.algorithm}-{self.controller}-{self.seed}"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"algorithm": self.algorithm, "controller": self.controller, "seed": self.seed}
+
+    def overrides(self, work: Path) -> list[str]:
+        fixed = self.controller != "sagc"
+        size = [f"controller.group_size={self.controller[1:]}"] if fixed else []
+        kind = f"controller.kind={'fixed' if fixed else 'sagc'}"
+        names = [f"algo.name={self.algorithm}", kind, *size, f"seed={self.seed}", f"run_dir={work / self.name}"]
+        return names if self.task == "addition" else [*names, f"model.path={work / 'policies' / self.task}"]
+
+
+def cells() -> list[Cell]:
+    """Every run, one seed of everything before the next seed."""
+    return [Cell(t, a, c, s) for s in SEEDS for t in TASKS for a in ALGORITHMS for c in CONTROLLERS]
+
+
+# ---- running ----------------------------------------------------------------------------------------------------------
+
+
+def run_missing(work: Path) -> None:
+    import torch
+
+    from sagc_fast import TrainConfig, Trainer
+
+    torch.set_num_threads(1)
+    missing = [cell for cell in cells() if not any(True for _ in rows_of(cell))]
+    for number, cell in enumerate(missing, 1):
+        config = ROOT / f"configs/learning/{cell.task}.yaml"
+        make_start(cell.task, config, work)
+        shutil.rmtree(work / cell.name, ignore_errors=True)
+        began = time.process_time()
+        Trainer(TrainConfig.from_yaml(config, overrides=cell.overrides(work))).fit()
+        store(cell, work / cell.name / "metrics.jsonl")
+        shutil.rmtree(work / cell.name)
+        print(f"{number}/{len(missing)} {cell.name}: {time.process_time() - began:.0f} CPU s", flush=True)
+
+
+def make_start(task: str, config: Path, work: Path) -> None:
+    """The starting policy of a reasoning-gym task, made once."""
+    from learning_policies import RECIPES, make_policy
+
+    from sagc_fast import TrainConfig
+
+    folder = work / "policies" / task
+    if task not in RECIPES or (folder / "tokenizer_config.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    loss = make_policy(RECIPES[task], TrainConfig.from_yaml(config).task, folder)
+    print(f"policy for {task}: {loss:.3f} nats per token", flush=True)
+
+
+def store(cell: Cell, metrics: Path) -> None:
+    """Append the run's figures to the task's two CSV files."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps, evaluations, tokens, seconds = [], [], 0, 0.0
+    for r in records:
+        if r["event"] == "eval":
+            figures = {"step": r["step"], "accuracy": r["accuracy"], "length_mean": round(r["length_mean"], 2)}
+            evaluations.append({**cell.key, **figures})
+            continue
+        tokens += r["num_output_tokens"]
+        seconds += r["cpu_seconds"]
+        figures = {name: round(r[name], 4) for name in STEP_FIELDS}
+        steps.append({**cell.key, "step": r["step"], **figures, "tokens": tokens, "cpu_seconds": round(seconds, 3)})
+    append(DATA / f"{cell.task}_heldout.csv", evaluations)
+    append(DATA / f"{cell.task}.csv", steps)  # last: this file says that the run is done
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def rows_of(cell: Cell, suffix: str = "") -> Iterator[dict[str, str]]:
+    path = DATA / f"{cell.task}{suffix}.csv"
+    if path.exists():
+        with open(path, newline="") as file:
+            yield from (r for r in csv.DictReader(file) if all(r[k] == str(v) for k, v in cell.key.items()))
+
+
+# ---- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def columns(cell: Cell) -> dict[str, np.ndarray]:
+    """Numbers of a run by name, one per step; rewards as a running mean over the steps before."""
+    rows = list(rows_of(cell))
+    table = {name: np.array([float(r[name]) for r in rows]) for name in (*STEP_FIELDS, "step", "tokens", "cpu_seconds")}
+    reward = table["reward_mean"]
+    table["smooth"] = np.array([reward[max(0, i + 1 - WINDOW) : i + 1].mean() for i in range(len(reward))])
+    return table
+
+
+def band(runs: list[dict[str, np.ndarray]], axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(x, mean, lowest, highest) over the seeds, on the stretch of ``axis`` that all of them cover."""
+    start, end = max(r[axis][0] for r in runs), min(r[axis][-1] for r in runs)
+    x = np.linspace(start, end, 100)
+    y = np.stack([np.interp(x, r[axis], r["smooth"]) for r in runs])
+    return x, y.mean(axis=0), y.min(axis=0), y.max(axis=0)
+
+
+def draw(task: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    axes_names = {"step": "optimizer steps", "tokens": "sampled tokens (thousands)", "cpu_seconds": "CPU seconds"}
+    figure, grid = plt.subplots(2, 3, figsize=(10, 5.4), sharey=True, constrained_layout=True)
+    for row, algorithm in zip(grid, ALGORITHMS, strict=True):
+        for axes, (axis, label) in zip(row, axes_names.items(), strict=True):
+            for controller in CONTROLLERS:
+                runs = [columns(Cell(task, algorithm, controller, seed)) for seed in SEEDS]
+                x, mean, low, high = band(runs, axis)
+                x = x / 1000 if axis == "tokens" else x
+                axes.fill_between(x, low, high, color=COLOURS[controller], alpha=0.18, linewidth=0)
+                axes.plot(x, mean, color=COLOURS[controller], label=LABELS[controller])
+            axes.set_xlabel(label)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25)
+        row[0].set_ylabel(f"{algorithm.upper()}: reward")
+    grid[0, 0].legend(frameon=False, loc="lower right")
+    IMAGES.mkdir(exist_ok=True)
+    figure.savefig(IMAGES / f"learning_{task}.png", dpi=110)
+    plt.close(figure)
+
+
+def table() -> Iterator[str]:
+    """A line for every run."""
+    yield "| task | algorithm | G | seed | held-out | after | reward, last 5 | mean G | stragglers | tokens | CPU s |"
+    yield "|" + "---|" * 11
+    for cell in sorted(cells(), key=lambda c: (TASKS.index(c.task), ALGORITHMS.index(c.algorithm))):
+        run = columns(cell)
+        accuracy = [float(r["accuracy"]) for r in rows_of(cell, "_heldout")]
+        cells_of_row = (
+            cell.task, cell.algorithm, LABELS[cell.controller].removeprefix("G = "), cell.seed,
+            f"{accuracy[0]:.3f}", f"{accuracy[-1]:.3f}", f"{run['reward_mean'][-WINDOW:].mean():.3f}",
+            f"{run['group_size'].mean():.1f}", f"{run['straggler_rate'].mean():.2f}",
+            f"{run['tokens'][-1]:,.0f}", f"{run['cpu_seconds'][-1]:.1f}",
+        )  # fmt: skip
+        yield "| " + " | ".join(map(str, cells_of_row)) + " |"
+
+
+def summary() -> Iterator[str]:
+    """Means over the seeds, with the standard deviation of the accuracy over them."""
+    yield "| task | algorithm | G | held-out after (sd over seeds) | reward, last 5 steps | mean G | tokens | CPU s |"
+    yield "|" + "---|" * 8
+    for task in TASKS:
+        for algorithm in ALGORITHMS:
+            for controller in CONTROLLERS:
+                group = [Cell(task, algorithm, controller, seed) for seed in SEEDS]
+                runs = [columns(cell) for cell in group]
+                after = [[float(r["accuracy"]) for r in rows_of(cell, "_heldout")][-1] for cell in group]
+
+                def mean(values: Iterable[float]) -> float:
+                    return statistics.fmean(values)
+
+                yield (
+                    f"| {task} | {algorithm} | {LABELS[controller].removeprefix('G = ')} "
+                    f"| {mean(after):.3f} ({statistics.stdev(after):.3f}) "
+                    f"| {mean(r['reward_mean'][-WINDOW:].mean() for r in runs):.3f} "
+                    f"| {mean(r['group_size'].mean() for r in runs):.1f} "
+                    f"| {mean(r['tokens'][-1] for r in runs):,.0f} | {mean(r['cpu_seconds'][-1] for r in runs):.1f} |"
+                )
+
+
+def write_tables() -> None:
+    start, end = TABLE_MARKS
+    before, _, rest = DOCUMENT.read_text().partition(start)
+    after = rest.partition(end)[2]
+    body = "\n".join(["", *summary(), "", "Every run:", "", *table(), ""])
+    DOCUMENT.write_text(f"{before}{start}\n{body}\n{end}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/learning"), help="where runs and policies are kept")
+    parser.add_argument("--draw-only", action="store_true", help="figures and table from the stored CSV files")
+    args = parser.parse_args()
+    if not args.draw_only:
+        run_missing(args.work)
+    for task in TASKS:
+        draw(task)
+    write_tables()
+
+
+if __name__ == "__main__":
+    main()
