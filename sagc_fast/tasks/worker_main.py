@@ -11,6 +11,7 @@ Lines: ``{"ready": seconds}`` or ``{"load_error": sentence}`` once, then ``{"tic
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import inspect
@@ -102,7 +103,34 @@ def load_scorer(target: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
         ) from error
     except ValueError:  # no signature to be had (a C function): calling it will tell
         pass
+    import_ahead(module, function_name)
     return scorer
+
+
+def import_ahead(module: Any, function_name: str) -> None:
+    """Make the imports that stand inside the scorer, and inside functions of its module that it names, so that a heavy
+    one (torch: seconds) does not run against the time limit of the first completion. One that fails is left to the
+    function."""
+    try:
+        with open(module.__file__, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, TypeError, AttributeError):  # no source to read
+        return
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    bodies = {node.name: node for node in tree.body if isinstance(node, definitions)}
+    wanted: dict[str, None] = {}
+    names = [function_name]
+    while names:
+        for node in ast.walk(bodies.pop(names.pop(), ast.Module([], []))):
+            if isinstance(node, ast.Name):
+                names.append(node.id)
+            elif isinstance(node, ast.Import):
+                wanted.update(dict.fromkeys(alias.name for alias in node.names))
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                wanted[node.module] = None
+    for name in wanted:
+        with contextlib.suppress(BaseException):
+            import_module(name)
 
 
 def score_one(scorer: Callable[..., Any], problem_bytes: bytes, text: str, kwargs: dict[str, Any]) -> dict[str, Any]:

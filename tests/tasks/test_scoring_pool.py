@@ -297,6 +297,27 @@ def test_a_reward_that_loads_for_ever_is_given_up(tmp_path, monkeypatch):
         ScoringPool(ScorerSpec("slow_reward:score"), startup_seconds=0.5)
 
 
+def test_imports_inside_a_reward_do_not_run_against_its_time_limit(tmp_path, monkeypatch):
+    """A reward that imported torch when it was called first timed out on that call."""
+    (tmp_path / "heavy_module.py").write_text("import time\ntime.sleep(1.5)\nVALUE = 0.25\n")
+    (tmp_path / "lazy_reward.py").write_text(
+        "def score(completion, problem):\n"
+        "    try:\n"
+        "        import no_such_module\n"
+        "    except ImportError:\n"
+        "        return value()\n\n\n"
+        "def value():\n"
+        "    from heavy_module import VALUE\n"
+        "    return VALUE\n\n\n"
+        "def unused():\n"
+        "    import never_imported\n"
+    )
+    (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.chdir(tmp_path)
+    with ScoringPool(ScorerSpec("lazy_reward:score"), timeout_seconds=1.0) as pool:
+        assert pool.results(pool.submit_many(Problem("q"), ["a", "b"])) == [Score(0.25, False)] * 2
+
+
 def test_what_cannot_be_pickled_is_refused_at_once():
     with pytest.raises(RewardError, match="keyword arguments of the reward"):
         pool_of("echo", kwargs={"f": lambda: 0})
