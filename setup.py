@@ -19,7 +19,10 @@ EXTRAS = {
     "gguf": ["gguf"],
     "plot": ["matplotlib"],
     "tensorboard": ["tensorboard"],
-    "dev": ["build", "hypothesis", "pytest", "pytest-benchmark", "pytest-xdist", "ruff", "setuptools>=77", "wheel"],
+    "dev": [
+        *("build", "hypothesis", "peft", "pytest", "pytest-benchmark", "pytest-xdist"),
+        *("ruff", "setuptools>=77", "wheel"),
+    ],
 }
 # What runs on any machine; [gpu] and [flash] need a CUDA one.
 EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard") for name in EXTRAS[extra]})

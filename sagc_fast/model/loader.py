@@ -62,12 +62,17 @@ def load_model(folder: str | Path, dtype: str = "fp32", device: str | torch.devi
 
     Names, shapes and completeness are checked before any weight is read; tensors are then copied one at a time into
     their place, so the peak is the model plus one tensor. Raises ModelLoadError in one sentence for a missing or
-    damaged file, an unsupported configuration, and missing, extra or misshapen tensors.
+    damaged file, an unsupported configuration, and missing, extra or misshapen tensors. A LoRA adapter's folder gives
+    its base with the adapter merged in.
     """
     folder, torch_dtype = Path(folder), parse_dtype(dtype)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        from sagc_fast.model.lora import load_adapted
+
+        return load_adapted(folder, dtype, device)
     config = load_config(folder)
     with ExitStack() as stack:
-        tensors = _open_weights(folder, stack)
+        tensors = open_weights(folder, stack)
         slots = list(weight_slots(config))
         _check_names(folder, config, {slot.name for slot in slots}, set(tensors))
         for slot in slots:
@@ -162,7 +167,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_weights(folder: Path, stack: ExitStack) -> dict[str, tuple[Any, Path]]:
+def open_weights(folder: Path, stack: ExitStack) -> dict[str, tuple[Any, Path]]:
     """Name of every stored tensor -> (open file, its path)."""
     if (folder / INDEX_NAME).exists():
         weight_map = _read_json(folder / INDEX_NAME).get("weight_map") or {}

@@ -8,7 +8,7 @@ H query heads, K kv heads, D head width, V vocabulary, P positions, D2 half the 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.rope import rope_tables
 from sagc_fast.ops import reference
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
+
+if TYPE_CHECKING:
+    from sagc_fast.model.lora import Adapters
 
 FIRST_TABLE_POSITIONS = 2048
 """Rotary tables start at this length and double when a longer context comes."""
@@ -57,6 +60,8 @@ class DecoderLayer(nn.Module):
         self.gate_up_bias = parameter(2 * hidden, when=config.has_mlp_bias)
         self.down_weight = parameter(width, hidden)
         self.down_bias = parameter(width, when=config.has_mlp_bias)
+        self.lora: nn.ModuleDict | None = None
+        """Adapters by matrix, when there are any (see lora.py)."""
 
     def split_heads(self, qkv_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views q [T, H, D], k and v [T, K, D] of the fused projection."""
@@ -64,22 +69,29 @@ class DecoderLayer(nn.Module):
         qkv = qkv_TX.view(qkv_TX.shape[0], -1, config.head_dim)
         return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
 
+    def project(self, name: str, x_TX: torch.Tensor) -> torch.Tensor:
+        """The product with the matrix ``name`` and its bias, in training."""
+        weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")
+        if self.lora is not None and name in self.lora:
+            return self.lora[name](x_TX, weight, bias)
+        return functional.linear(x_TX, weight, bias)
+
     def forward(
         self, x_TE: torch.Tensor, layout: PackedLayout, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor
     ) -> torch.Tensor:
         """Residual stream in, residual stream out; differentiable."""
         eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
         normed_TE = reference.rms_norm(x_TE, self.input_norm, eps)
-        q_THD, k_TKD, v_TKD = self.split_heads(functional.linear(normed_TE, self.qkv_weight, self.qkv_bias))
+        q_THD, k_TKD, v_TKD = self.split_heads(self.project("qkv", normed_TE))
         if self.q_norm is not None:
             q_THD = reference.rms_norm(q_THD, self.q_norm, eps)
             k_TKD = reference.rms_norm(k_TKD, self.k_norm, eps)
         q_THD, k_TKD = reference.rotate(q_THD, cos_TD2, sin_TD2), reference.rotate(k_TKD, cos_TD2, sin_TD2)
         attended = ops.varlen_attention(q_THD, k_TKD, v_TKD, layout, scale).flatten(1)
-        x_TE = x_TE + functional.linear(attended, self.o_weight, self.o_bias)
+        x_TE = x_TE + self.project("o", attended)
         normed_TE = reference.rms_norm(x_TE, self.post_norm, eps)
-        gate_TF, up_TF = functional.linear(normed_TE, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
-        return x_TE + functional.linear(functional.silu(gate_TF) * up_TF, self.down_weight, self.down_bias)
+        gate_TF, up_TF = self.project("gate_up", normed_TE).chunk(2, dim=-1)
+        return x_TE + self.project("down", functional.silu(gate_TF) * up_TF)
 
 
 class Transformer(nn.Module):
@@ -97,12 +109,20 @@ class Transformer(nn.Module):
         self.head_weight = (
             None if config.tie_word_embeddings else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         )
+        self.adapters: Adapters | None = None
+        """All of the model, when it is trained through adapters."""
+        self.head_lora: nn.Module | None = None
         self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
         """[V, E]; the embedding itself when tied."""
         return self.embed_weight if self.head_weight is None else self.head_weight
+
+    @property
+    def trained_head(self) -> torch.Tensor:
+        """[V, E] for the loss: the head, differentiable in its adapter where it has one."""
+        return self.lm_head_weight if self.head_lora is None else self.head_lora.weight(self.lm_head_weight)
 
     @property
     def dtype(self) -> torch.dtype:
