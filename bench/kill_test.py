@@ -38,7 +38,7 @@ DEFAULT = {
     "threads": 1,
 }
 FIGURES = ("metrics.jsonl", "lengths.jsonl", "timeline.jsonl")
-TENSORS = ("model.safetensors", "optimizer.safetensors", "length_history.json")
+TENSORS = ("*.safetensors", "length_history*.json")
 POLL_SECONDS = 0.002
 
 
@@ -118,10 +118,10 @@ def differences(a: Path, b: Path) -> list[str]:
     """What differs between two finished runs."""
     found = [name for name in FIGURES if figures(a / name) != figures(b / name)]
     last = max(p.name for p in (a / "checkpoints").glob("step-*"))
-    for name in TENSORS:
-        pair = [(run / "checkpoints" / last / name).read_bytes() for run in (a, b)]
-        if pair[0] != pair[1]:
-            found.append(f"{last}/{name}")
+    folders = [run / "checkpoints" / last for run in (a, b)]
+    for path in (path for pattern in TENSORS for path in folders[0].glob(pattern)):
+        if path.read_bytes() != (folders[1] / path.name).read_bytes():
+            found.append(f"{last}/{path.name}")
     return found
 
 

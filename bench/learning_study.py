@@ -1,6 +1,7 @@
-"""Runs, draws and tabulates the learning study of docs/learning.md: three tasks, GRPO and DAPO, fixed G and SAGC, seeds.
+"""The learning study of docs/learning.md: three tasks, GRPO and DAPO, fixed G and SAGC, three seeds; runs and figures.
 
     python bench/learning_study.py                    # run what is missing, then draw the figures and write the table
+    python bench/learning_study.py --share 0/2 & python bench/learning_study.py --share 1/2
     python bench/learning_study.py --draw-only
 
 A run whose figures stand in the CSV files under docs/runs/learning is not run again, so the study can be stopped at any
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fcntl
 import json
 import shutil
 import statistics
@@ -68,25 +70,30 @@ def cells() -> list[Cell]:
     return [Cell(t, a, c, s) for s in SEEDS for t in TASKS for a in ALGORITHMS for c in CONTROLLERS]
 
 
-# ---- running ----------------------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------------------------------------
 
 
-def run_missing(work: Path) -> None:
+def run_missing(work: Path, share: int, num_shares: int) -> None:
     import torch
 
     from sagc_fast import TrainConfig, Trainer
 
     torch.set_num_threads(1)
-    missing = [cell for cell in cells() if not any(True for _ in rows_of(cell))]
+    missing = [cell for cell in cells()[share::num_shares] if not is_done(cell)]
     for number, cell in enumerate(missing, 1):
         config = ROOT / f"configs/learning/{cell.task}.yaml"
         make_start(cell.task, config, work)
         shutil.rmtree(work / cell.name, ignore_errors=True)
         began = time.process_time()
-        Trainer(TrainConfig.from_yaml(config, overrides=cell.overrides(work))).fit()
+        if Trainer(TrainConfig.from_yaml(config, overrides=cell.overrides(work))).fit()["is_interrupted"]:
+            raise SystemExit(f"{cell.name} was interrupted; start again to go on")
         store(cell, work / cell.name / "metrics.jsonl")
         shutil.rmtree(work / cell.name)
         print(f"{number}/{len(missing)} {cell.name}: {time.process_time() - began:.0f} CPU s", flush=True)
+
+
+def is_done(cell: Cell) -> bool:
+    return any(True for _ in rows_of(cell))
 
 
 def make_start(task: str, config: Path, work: Path) -> None:
@@ -122,12 +129,13 @@ def store(cell: Cell, metrics: Path) -> None:
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
     with open(path, "a", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # shares of the study write to the same files
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        if is_new:
+        if file.tell() == 0:
             writer.writeheader()
         writer.writerows(rows)
+        file.flush()
 
 
 def rows_of(cell: Cell, suffix: str = "") -> Iterator[dict[str, str]]:
@@ -137,7 +145,7 @@ def rows_of(cell: Cell, suffix: str = "") -> Iterator[dict[str, str]]:
             yield from (r for r in csv.DictReader(file) if all(r[k] == str(v) for k, v in cell.key.items()))
 
 
-# ---- drawing ----------------------------------------------------------------------------------------------------------
+# ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def columns(cell: Cell) -> dict[str, np.ndarray]:
@@ -233,10 +241,15 @@ def write_tables() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/learning"), help="where runs and policies are kept")
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="run every N-th missing run from the I-th on")
     parser.add_argument("--draw-only", action="store_true", help="figures and table from the stored CSV files")
     args = parser.parse_args()
     if not args.draw_only:
-        run_missing(args.work)
+        run_missing(args.work, *map(int, args.share.split("/")))
+    if missing := [cell.name for cell in cells() if not is_done(cell)]:
+        raise SystemExit(
+            f"{len(missing)} runs are missing, the next {missing[0]}; the figures are drawn when all are there"
+        )
     for task in TASKS:
         draw(task)
     write_tables()

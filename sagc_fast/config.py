@@ -49,6 +49,39 @@ class ModelOptions(Section):
         self._require(self.device == "cpu" or self.device.startswith("cuda"), "device", "cpu or cuda")
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LoraOptions(Section):
+    """Train low-rank adapters in place of all the weights (arXiv:2106.09685); off unless ``rank`` is set."""
+
+    SECTION: ClassVar[str] = "lora"
+
+    rank: int = 0
+    """Rank of the adapters (peft: r); 0 trains all the weights."""
+    alpha: float = 32.0
+    """The adapters are scaled by alpha / rank (peft: lora_alpha)."""
+    dropout: float = 0.0
+    """Share of the adapters' inputs that is dropped in training (peft: lora_dropout); the rollout knows none, so the
+    trained and the sampled policy then differ."""
+    target_modules: tuple[str, ...] = LORA_TARGETS
+    """Adapted matrices by peft's names; ``lm_head`` as well, where it is not tied to the embedding."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) (arXiv:2312.03732)."""
+    init_from: str | None = None
+    """Folder of an adapter, ours or peft's, to start from; it must be of the kind given here."""
+
+    def _check(self) -> None:
+        self._at_least(0, "rank")
+        self._above_zero("alpha")
+        self._require(0 <= self.dropout < 1, "dropout", "in [0, 1)")
+        known = set(self.target_modules) <= {*LORA_TARGETS, "lm_head"}
+        unique = len(set(self.target_modules)) == len(self.target_modules) > 0
+        self._require(known and unique, "target_modules", f"some of {', '.join(LORA_TARGETS)}, lm_head, each once")
+        self._require(self.init_from is None or self.rank > 0, "init_from", "unset while lora.rank is 0")
+
+
 @dataclass(frozen=True)
 class RolloutOptions(Section):
     """How completions are sampled. No top-k, top-p or min-p here: the policy is trained on what it samples from."""
@@ -305,6 +338,7 @@ class TrainConfig(Section):
     task: dict[str, Any]
     """``name`` and the task's own options, checked by the task: ``addition``, ``reasoning_gym``, ``dataset``;
     ``reward: module:function`` puts your own scorer in place."""
+    lora: LoraOptions = field(default_factory=LoraOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     algo: dict[str, Any] = field(default_factory=lambda: {"name": "grpo"})

@@ -148,6 +148,11 @@ class FilterConfig:
     """At most this many times the step's prompts are drawn in one step, first draw included (ours)."""
     max_refill_seconds: float = math.inf
     """No further refill is started after this many seconds of the step's rollout (ours)."""
+    skip_after: int = 0
+    """Pass over a problem for a while after so many completions in a row that were all right or all wrong, over one or
+    several groups; 0 is off. It biases what is learnt towards the problems in between (ours)."""
+    skip_times: int = 3
+    """Draws of such a problem that are passed over before it is tried again (ours)."""
     overlong_cache_fraction: float = 0.0
     """Soft overlong punishment over this last part of the length cap: 0 is off; DAPO's 4,096 of 20,480 is 0.2."""
     mask_truncated: bool = False
@@ -157,6 +162,10 @@ class FilterConfig:
         for name in ("dynamic_sampling", "mask_truncated"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"algo.{name} is {getattr(self, name)!r}; it must be true or false.")
+        for name, lowest in (("skip_after", 0), ("skip_times", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise ConfigError(f"algo.{name} is {value!r}; it must be a whole number of at least {lowest}.")
         _number(self, "max_refill_factor", 1.0)
         _number(self, "max_refill_seconds", 0.0, allow_infinite=True)
         if _number(self, "overlong_cache_fraction", 0.0) > 1.0:

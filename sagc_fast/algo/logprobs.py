@@ -6,6 +6,7 @@ are not the same one. Shape suffixes: N completion tokens, flat.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,3 +41,15 @@ def logprob_difference(
         kl=float((torch.expm1(difference_N) - difference_N).mean()),
         num_tokens=difference_N.numel(),
     )
+
+
+def merge_differences(parts: Sequence[LogprobDifference]) -> LogprobDifference | None:
+    """Those of separate sets of tokens as one; None of none."""
+    if not parts:
+        return None
+    count = sum(part.num_tokens for part in parts)
+
+    def mean(name: str) -> float:
+        return sum(getattr(part, name) * part.num_tokens for part in parts) / max(count, 1)
+
+    return LogprobDifference(mean("mean_abs"), max(p.max_abs for p in parts), mean("mean"), mean("kl"), count)

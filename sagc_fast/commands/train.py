@@ -17,6 +17,7 @@ EPILOG = """examples:
   sagc-fast train --config configs/addition.yaml 'controller.candidates=[2, 4, 8]' optimizer.learning_rate=1e-4
   sagc-fast train --resume --run-dir runs/addition            continue where the newest checkpoint stands
   sagc-fast train --resume --run-dir runs/addition steps=500  ... and train longer
+  torchrun --nproc-per-node=2 -m sagc_fast train --config configs/addition.yaml      several processes, one policy
   sagc-fast train --fields                                    every option, its default and its meaning
 
 SIGTERM or Ctrl-C saves a checkpoint after the current step and prints the command that resumes; a second one exits at
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from sagc_fast.train.trainer import Trainer
 
     stream = sys.stderr if args.json else sys.stdout  # with --json, stdout holds that one line
-    summary = Trainer(config, resume=args.resume, force=args.force, stream=stream).fit()
+    trainer = Trainer(config, resume=args.resume, force=args.force, stream=stream)
+    summary = trainer.fit()
+    if not trainer.processes.is_first:
+        return 0
     if summary["is_interrupted"]:
         print(f"stopped after step {summary['steps']}; to continue: {summary['resume_command']}", file=stream)
     else:

@@ -76,7 +76,8 @@ class AdditionTask:
             terms = draw_terms(rng, self.config)
             if is_heldout(terms) == (split == "heldout"):
                 prompt = "+".join(map(str, terms)) + "="
-                return Problem(prompt, answer=sum(terms), meta={"terms": terms}, problem_id=index)
+                kind = 100 * len(terms) + len(str(max(terms)))  # what the length of the workings goes by
+                return Problem(prompt, answer=sum(terms), meta={"terms": terms}, problem_id=index, kind=kind)
         raise ConfigError(
             f"The {split} split of addition is empty with task.max_digits={self.config.max_digits} and "
             f"task.max_terms={self.config.max_terms}; allow more digits or terms."

@@ -32,10 +32,18 @@ class Problem:
     problem_id: int = 0
     """Names the problem within its split (a row number or a seed). The same problem drawn again has the same id, so
     it is not a noise key by itself: the noise key of a prompt is the index it was drawn at."""
+    kind: int | None = None
+    """Problems of one kind have answers of like lengths; None: the problem is a kind of its own. What a prompt-aware
+    controller goes by, so that it can learn from problems that never come again."""
     stop: tuple[str, ...] = ()
     """Stop strings of this prompt's completions."""
     messages: tuple[dict[str, str], ...] = ()
     """When not empty: chat messages (role, content) that the tokenizer's chat template turns into the prompt."""
+
+    @property
+    def length_key(self) -> int:
+        """By what the lengths of past groups are told apart."""
+        return self.problem_id if self.kind is None else self.kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ def completion_figures(rollout: Rollout) -> dict[str, Any]:
         "num_completions_sampled": len(lengths),
         "num_groups_sampled": len(rollout.groups),
         "num_groups_kept": len(rollout.kept),
+        "num_prompts_passed_over": rollout.num_passed_over,
         "num_reward_errors": sum(s.error is not None for g in rollout.groups for s in g.scores),
         "length_mean": statistics.fmean(lengths),
         "length_max": lengths[-1],
@@ -127,10 +128,18 @@ def update_figures(update: UpdateResult) -> dict[str, Any]:
         "grad_norm": statistics.fmean(update.grad_norms) if update.grad_norms else None,
         "clip_low_fraction": means.get("clip_low"),
         "clip_high_fraction": means.get("clip_high"),
+        "dual_clip_fraction": means.get("dual_clip"),
+        "ratio_min": means.get("ratio_min"),
+        "ratio_max": means.get("ratio_max"),
+        "approx_kl": means.get("approx_kl"),
         "entropy": means.get("entropy"),
         "kl": means.get("ref_kl"),
+        "rollout_is_mean": means.get("is_weight"),
+        "rollout_is_limited": means.get("is_limited"),
         "logprob_diff_mean": difference.mean_abs if difference else None,
         "logprob_diff_max": difference.max_abs if difference else None,
+        "logprob_diff_signed": difference.mean if difference else None,
+        "rollout_kl": difference.kl if difference else None,
         "learning_rate": update.learning_rate,
         "is_skipped": update.num_updates == 0,
     }
@@ -165,13 +174,14 @@ def length_trace(step: int, group_size: int, groups: Sequence[ScoredGroup], max_
         "step": step,
         "group_size": group_size,
         "lengths": [g.group.lengths for g in groups],
-        "problem_ids": [g.problem.problem_id for g in groups],
+        "problem_ids": [g.problem.length_key for g in groups],
         "max_new_tokens": max_new_tokens,
     }
 
 
 def timeline(step: int, rollout: Rollout) -> dict[str, Any]:
-    """The step's line of timeline.jsonl: when each row of the first round was busy, and with what."""
+    """The step's line of timeline.jsonl: when each row of the first round was busy, and with what (of several
+    processes, those of the first)."""
     stats = rollout.first_round_stats
     rows = [
         {
@@ -183,7 +193,7 @@ def timeline(step: int, rollout: Rollout) -> dict[str, Any]:
             "reward": score.reward,
             "text": (c.text or "")[:TEXT_CHARS],
         }
-        for index, g in enumerate(rollout.first_round)
+        for index, g in enumerate(rollout.own_first_round)
         for c, score in zip(g.group.completions, g.scores, strict=True)
     ]
     return {"step": step, "capacity_rows": stats.capacity_rows, "active_rows": list(stats.active_rows), "rows": rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,13 @@ class Draw:
     positions: list[int] = field(default_factory=list)
     """Index of each problem in its split's order: the prompt's part of the noise key."""
     next_position: int = 0
+    num_passed_over: int = 0
+    """Problems left out because the caller had no use for them now."""
+
+    def part(self, places: Sequence[int]) -> Draw:
+        """Some of the problems, by their places here."""
+        lists = (self.problems, self.token_ids, self.positions)
+        return Draw(*([values[i] for i in places] for values in lists), self.next_position)
 
 
 class PromptSource:
@@ -37,8 +45,16 @@ class PromptSource:
         self._task, self._tokenizer, self._max_prompt_tokens = task, tokenizer, max_prompt_tokens
         self._has_told: set[str] = set()
 
-    def draw(self, split: str, position: int, count: int, end: int | None = None) -> Draw:
-        """``count`` usable problems of ``split`` from ``position`` on (fewer when ``end`` comes first).
+    def draw(
+        self,
+        split: str,
+        position: int,
+        count: int,
+        end: int | None = None,
+        passes_over: Callable[[int], bool] = lambda problem_id: False,
+    ) -> Draw:
+        """``count`` usable problems of ``split`` from ``position`` on (fewer when ``end`` comes first), without those
+        whose id ``passes_over`` says yes to; it must not say so for ever.
 
         Raises DatasetError when too many in a row are unusable.
         """
@@ -46,6 +62,10 @@ class PromptSource:
         num_unusable = 0
         while len(result.problems) < count and (end is None or result.next_position < end):
             problem = self._task.problem(split, result.next_position)
+            if passes_over(problem.problem_id):
+                result.num_passed_over += 1
+                result.next_position += 1
+                continue
             tokens = tokenize_prompt(problem, self._tokenizer)
             if 0 < len(tokens) <= self._max_prompt_tokens:
                 result.problems.append(problem)

@@ -12,6 +12,7 @@ from sagc_fast.errors import DatasetError
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.scoring import ScoringPool
+from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.draw import PromptSource
 from sagc_fast.train.sampling import Progress, score_while_sampling
 from sagc_fast.types import SamplingParams
@@ -32,6 +33,7 @@ def evaluate(
     max_new_tokens: int,
     step: int,
     progress: Progress | None = None,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """The line of metrics.jsonl for an evaluation after ``step`` steps: one completion per held-out problem.
 
@@ -46,15 +48,17 @@ def evaluate(
         raise DatasetError(
             f"None of the first {end} held-out prompts fits the model; set evaluation.num_problems to 0."
         )
-    scored, _ = score_while_sampling(
+    share = drawn.part(processes.share(num_problems))
+    part, _ = score_while_sampling(
         engine,
         pool,
-        drawn,
-        [FIRST_PROMPT_ID + p for p in drawn.positions],
+        share,
+        [FIRST_PROMPT_ID + p for p in share.positions],
         1,
         SamplingParams(temperature=options.temperature, max_new_tokens=max_new_tokens, seed=NOISE_SEED),
         progress,
     )
+    scored = processes.dealt(processes.gather(part))
     accuracy = statistics.fmean(g.outcomes[0] for g in scored)
     completions = [g.group.completions[0] for g in scored]
     return {

@@ -52,11 +52,8 @@ class PolicyOptimizer:
     def step(self) -> float:
         """Clip, apply and clear the gradients. Returns their global norm before clipping; when that is not finite,
         nothing is applied. Parameters without a gradient count as zero gradient (their moments decay)."""
-        for master in self._masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
         masters = list(self._masters.values())
-        norm = nn.utils.get_total_norm([m.grad for m in masters])
+        norm = nn.utils.get_total_norm(self.gradients())
         if torch.isfinite(norm):
             nn.utils.clip_grads_with_norm_(masters, self.options.max_grad_norm, norm)
             for group in self._adamw.param_groups:
@@ -66,6 +63,14 @@ class PolicyOptimizer:
             self.num_updates += 1
         self.clear()
         return float(norm)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What has been accumulated, fp32, to be changed in place by who sums over processes; zeros where nothing has
+        come."""
+        for master in self._masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self._masters.values()]
 
     def clear(self) -> None:
         """Drop accumulated gradients."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -18,39 +18,59 @@ from sagc_fast.config import ControllerOptions, TrainConfig
 from sagc_fast.controller import SAGC, CostAwareConfig, CostAwareSAGC, FixedG, PromptAwareSAGC, SAGCConfig
 from sagc_fast.errors import CheckpointError
 from sagc_fast.model.loader import load_model, load_tokenizer, save_model
+from sagc_fast.model.lora import LoraSpec, attach
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.addition import model_folder
 from sagc_fast.train.checkpoint import Checkpoint
+from sagc_fast.train.distributed import Processes, local_device
 from sagc_fast.train.optimizer import PolicyOptimizer
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LENGTHS_FILE = "length_history.json"
+"""Of the first process; the others' have their rank in the name."""
 
 
-def build_engine(config: TrainConfig, checkpoint: Checkpoint | None) -> RolloutEngine:
+def build_engine(config: TrainConfig, checkpoint: Checkpoint | None, processes: Processes) -> RolloutEngine:
     """The engine around the one copy of the policy: the starting weights, or the checkpoint's.
 
     Raises ModelLoadError for a folder that cannot be read or has no tokenizer (rewards need text).
     """
-    folder = model_folder(config.model.path) if checkpoint is None else checkpoint.path
+    is_adapted = config.lora.rank > 0
+    folder = model_folder(config.model.path) if checkpoint is None or is_adapted else checkpoint.path
     options = asdict(config.rollout)
     engine_options = {k: options[k] for k in ("kv_budget_gb", "block_size", "max_num_seqs", "max_batch_tokens")}
     tokenizer = load_tokenizer(folder)
-    model = load_model(folder, dtype=config.model.dtype, device=config.model.device)
+    model = load_model(folder, dtype=config.model.dtype, device=local_device(config.model.device))
+    if is_adapted:
+        _attach_adapters(model, folder, config, checkpoint)
     engine = RolloutEngine(model, tokenizer, **engine_options)
     if checkpoint is not None:  # the history orders admission, so idle rows and preemptions depend on it
-        engine.lengths.restore(json.loads((checkpoint.path / LENGTHS_FILE).read_text(encoding="utf-8")))
+        path = _lengths_path(checkpoint.path, processes.rank)
+        if path.is_file():  # missing when more processes go on than wrote the checkpoint
+            engine.lengths.restore(json.loads(path.read_text(encoding="utf-8")))
     return engine
 
 
+def _attach_adapters(model: Any, folder: Path, config: TrainConfig, checkpoint: Checkpoint | None) -> None:
+    options = config.lora
+    spec = LoraSpec(options.rank, options.alpha, options.dropout, options.target_modules, options.use_rslora)
+    adapters = attach(model, folder, spec, config.seed)
+    if checkpoint is not None:
+        adapters.load(checkpoint.path)
+    elif options.init_from is not None:
+        adapters.load(Path(options.init_from))
+    adapters.merge()
+
+
 def build_reference(config: TrainConfig) -> torch.nn.Module | None:
-    """The starting model, frozen, when the algorithm penalises the distance to it."""
-    if not config.algorithm.loss.needs_reference:
+    """The starting model, frozen, when the algorithm penalises the distance to it and no adapter stands on it."""
+    if not config.algorithm.loss.needs_reference or config.lora.rank > 0:
         return None
     folder = model_folder(config.model.path)
-    return load_model(folder, dtype=config.model.dtype, device=config.model.device).requires_grad_(False)
+    device = local_device(config.model.device)
+    return load_model(folder, dtype=config.model.dtype, device=device).requires_grad_(False)
 
 
 def build_controller(options: ControllerOptions, seed: int, max_length: int) -> Any:
@@ -74,11 +94,24 @@ def build_controller(options: ControllerOptions, seed: int, max_length: int) -> 
     return make()
 
 
-def save_tensors(folder: Path, engine: RolloutEngine, optimizer: PolicyOptimizer) -> None:
-    """Weights and tokenizer in Hugging Face format, beside them the optimizer and the engine's length history."""
-    save_model(engine.model, folder, tokenizer=engine.tokenizer)
-    (folder / LENGTHS_FILE).write_text(json.dumps(engine.lengths.state()), encoding="utf-8")
+def save_tensors(
+    folder: Path, engine: RolloutEngine, optimizer: PolicyOptimizer, length_histories: Sequence[dict[str, Any]]
+) -> None:
+    """Weights in Hugging Face format, or adapters in peft's, with the tokenizer; beside them the optimizer and every
+    engine's length history."""
+    if engine.model.adapters is None:
+        save_model(engine.model, folder, tokenizer=engine.tokenizer)
+    else:
+        engine.model.adapters.save(folder)
+        engine.tokenizer.save_pretrained(folder)
+    for rank, history in enumerate(length_histories):
+        _lengths_path(folder, rank).write_text(json.dumps(history), encoding="utf-8")
     save_file({k: v.contiguous() for k, v in optimizer.state_tensors().items()}, folder / OPTIMIZER_FILE)
+
+
+def _lengths_path(folder: Path, rank: int) -> Path:
+    path = folder / LENGTHS_FILE
+    return path.with_stem(f"{path.stem}-{rank}") if rank else path
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: PolicyOptimizer) -> None:
@@ -108,6 +141,18 @@ def reproducible_torch(device: str, threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before[0])
         torch.set_deterministic_debug_mode(before[1])
         torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Within: the package says nothing but errors."""
+    package = logging.getLogger("sagc_fast")
+    before = package.level
+    package.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        package.setLevel(before)
 
 
 @contextlib.contextmanager

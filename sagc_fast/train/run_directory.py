@@ -38,13 +38,15 @@ class RunDirectory:
         config: of this start; written to config.yaml.
         resume: continue what is there; an empty or missing folder starts anew.
         force: resume although fields outside FREE_TO_CHANGE differ.
+        num_processes: that train together; noted in versions.json.
 
     Raises CheckpointError when the folder holds a run (and ``resume`` is not set), is in use or cannot be written;
     ConfigError when fields differ.
     """
 
-    def __init__(self, config: TrainConfig, resume: bool = False, force: bool = False) -> None:
+    def __init__(self, config: TrainConfig, resume: bool = False, force: bool = False, num_processes: int = 1) -> None:
         self.path = Path(config.run_dir)
+        self._num_processes = num_processes
         self._lock = None
         self._log: logging.Handler | None = None
         self.is_to_be_resumed(self.path, resume)
@@ -106,7 +108,7 @@ class RunDirectory:
 
     def _write_versions(self, config: TrainConfig) -> None:
         path = self.path / "versions.json"
-        now = describe_environment(config)
+        now = describe_environment(config, self._num_processes)
         starts = []
         before = _read_versions(path)
         if before is not None:
@@ -145,8 +147,8 @@ def _read_versions(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def describe_environment(config: TrainConfig) -> dict[str, Any]:
-    """What the bits of a run depend on beside its configuration: packages, interpreter, machine, commit, seed."""
+def describe_environment(config: TrainConfig, num_processes: int = 1) -> dict[str, Any]:
+    """What the bits of a run depend on beside its configuration: packages, interpreter, machine, commit, processes."""
     return {
         "sagc_fast": sagc_fast.__version__,
         "commit": _commit(),
@@ -156,6 +158,7 @@ def describe_environment(config: TrainConfig) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "seed": config.seed,
+        "processes": num_processes,
     }
 
 

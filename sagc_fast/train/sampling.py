@@ -18,7 +18,9 @@ from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.base import Problem, Score
 from sagc_fast.tasks.scoring import ScoringPool
 from sagc_fast.train.accounting import merge_stats
+from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.draw import Draw, PromptSource
+from sagc_fast.train.prompt_history import PromptHistory
 from sagc_fast.types import Group, RolloutStats, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ Progress = Callable[[int, int], None]
 """Called with (groups finished, groups wanted) while a rollout runs."""
 
 GroupSizes = Callable[[Sequence[int]], Sequence[int]]
-"""Group size of every prompt drawn in the step so far, from their problem ids; earlier ones keep theirs."""
+"""Group size of every prompt drawn in the step so far, from their length keys; earlier ones keep theirs."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Rollout:
     stats: RolloutStats
     """Of all rounds together."""
     first_round_stats: RolloutStats
+    """Of this process's share."""
+    num_processes: int
+    num_passed_over: int
+    """Problems that the prompt history left out of the draw."""
     rollout_seconds: float
     reward_seconds: float
     """Waiting for scores after the last completion of each round."""
@@ -70,6 +76,11 @@ class Rollout:
     @property
     def first_round(self) -> list[ScoredGroup]:
         return self.groups[: self.num_first_round]
+
+    @property
+    def own_first_round(self) -> list[ScoredGroup]:
+        """Those behind ``first_round_stats``, on rank 0."""
+        return self.first_round[:: self.num_processes]
 
 
 def score_while_sampling(
@@ -113,6 +124,8 @@ class Sampler:
     Args:
         params: temperature, length cap and the run's noise seed; stop strings come from each problem.
         filters: dynamic sampling and its budget.
+        history: which problems are passed over for now; None: none.
+        processes: each samples its share of the prompts; all return the same groups.
     """
 
     def __init__(
@@ -122,9 +135,12 @@ class Sampler:
         pool: ScoringPool,
         params: SamplingParams,
         filters: FilterConfig,
+        history: PromptHistory | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         self._engine, self._source, self._pool = engine, source, pool
-        self._params, self._filters = params, filters
+        self._params, self._filters, self._processes = params, filters, processes
+        self._history = PromptHistory(0, 1) if history is None else history
 
     @ranged("rollout")
     def sample(
@@ -140,41 +156,72 @@ class Sampler:
         groups: list[ScoredGroup] = []
         kept: list[ScoredGroup] = []
         stats: list[RolloutStats] = []
-        waited = 0.0
+        own_stats = None
+        waited, num_passed_over = 0.0, 0
         num_more = num_prompts
         while num_more > 0:
-            drawn = self._source.draw("train", position, num_more)
+            drawn = self._source.draw("train", position, num_more, passes_over=self._history.passes_over)
             position = drawn.next_position
-            sizes = group_size if isinstance(group_size, int) else _sizes_of_new(group_size, groups, drawn.problems)
-            scored, seconds = score_while_sampling(
-                self._engine, self._pool, drawn, drawn.positions, sizes, self._params, progress
-            )
+            num_passed_over += drawn.num_passed_over
+            scored, round_stats, seconds = self._sample_round(drawn, group_size, groups, progress)
+            own_stats = own_stats or self._engine.stats
             groups += scored
             kept += [g for g in scored if self._is_wanted(g)]
-            stats.append(self._engine.stats)
+            stats += round_stats
             waited += seconds
-            num_more = refill_size(
-                num_prompts, len(kept), len(groups), time.perf_counter() - started, num_prompts, self._filters
+            num_more = self._processes.from_first(
+                refill_size(
+                    num_prompts, len(kept), len(groups), time.perf_counter() - started, num_prompts, self._filters
+                )
             )
         if self._filters.dynamic_sampling and len(kept) < num_prompts:
             logger.info(
                 "dynamic sampling: %d of %d wanted groups after %d prompts; going on with these",
                 len(kept), num_prompts, len(groups),
             )  # fmt: skip
-        rollout_seconds = time.perf_counter() - started - waited
+        for scored in groups:
+            self._history.observe(scored.problem.problem_id, self._counted_outcomes(scored))
         return Rollout(
-            groups, num_prompts, kept[:num_prompts], position, merge_stats(stats), stats[0], rollout_seconds, waited
+            groups=groups,
+            num_first_round=num_prompts,
+            kept=kept[:num_prompts],
+            next_position=position,
+            stats=merge_stats(stats),
+            first_round_stats=own_stats,
+            num_processes=self._processes.size,
+            num_passed_over=num_passed_over,
+            rollout_seconds=time.perf_counter() - started - waited,
+            reward_seconds=waited,
         )
+
+    def _sample_round(
+        self, drawn: Draw, group_size: int | GroupSizes, before: Sequence[ScoredGroup], progress: Progress | None
+    ) -> tuple[list[ScoredGroup], list[RolloutStats], float]:
+        """Groups of the prompts drawn, each process sampling its share; statistics by rank; seconds waited for scores
+        here."""
+        own = self._processes.share(len(drawn.problems))
+        if isinstance(group_size, int):
+            sizes: int | list[int] = group_size
+        else:
+            of_all = self._processes.from_first(_sizes_of_new(group_size, before, drawn.problems))
+            sizes = [of_all[i] for i in own]
+        share = drawn.part(own)
+        scored, waited = score_while_sampling(
+            self._engine, self._pool, share, share.positions, sizes, self._params, progress
+        )
+        shares, stats = zip(*self._processes.gather((scored, self._engine.stats)), strict=True)
+        return self._processes.dealt(shares), list(stats), waited
 
     def _is_wanted(self, scored: ScoredGroup) -> bool:
         """Dynamic sampling judges by outcomes, never by shaped rewards; masked completions do not count."""
-        if not self._filters.dynamic_sampling:
-            return True
+        return not self._filters.dynamic_sampling or has_signal(self._counted_outcomes(scored))
+
+    def _counted_outcomes(self, scored: ScoredGroup) -> list[bool]:
         completions = zip(scored.group.completions, scored.outcomes, strict=True)
-        return has_signal([o for c, o in completions if not (self._filters.mask_truncated and c.is_truncated)])
+        return [o for c, o in completions if not (self._filters.mask_truncated and c.is_truncated)]
 
 
 def _sizes_of_new(decide: GroupSizes, groups: Sequence[ScoredGroup], drawn: Sequence[Problem]) -> Sequence[int]:
     """Sizes of the prompts just drawn. All of the step are asked about: a prompt's draw is keyed by its place in it."""
-    ids = [problem.problem_id for problem in (*(g.problem for g in groups), *drawn)]
+    ids = [problem.length_key for problem in (*(g.problem for g in groups), *drawn)]
     return decide(ids)[len(groups) :]

@@ -32,6 +32,7 @@ class TrainState:
     controller: dict[str, Any] = field(default_factory=dict)
     prompt_budget: dict[str, Any] = field(default_factory=dict)
     alarms: dict[str, Any] = field(default_factory=dict)
+    prompt_history: dict[str, Any] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     """Sizes in bytes of the metrics files (see metrics.py)."""
 

@@ -25,12 +25,14 @@ from sagc_fast.train.alarms import Alarms
 from sagc_fast.train.boards import open_boards
 from sagc_fast.train.checkpoint import Checkpoint, CheckpointStore
 from sagc_fast.train.display import make_display
+from sagc_fast.train.distributed import ALONE, connected
 from sagc_fast.train.draw import PromptSource
 from sagc_fast.train.evaluate import evaluate
 from sagc_fast.train.files import writing
 from sagc_fast.train.metrics import MetricsWriter
 from sagc_fast.train.optimizer import PolicyOptimizer
 from sagc_fast.train.prompt_budget import PromptBudget
+from sagc_fast.train.prompt_history import PromptHistory
 from sagc_fast.train.run_directory import RunDirectory
 from sagc_fast.train.sampling import Rollout, Sampler
 from sagc_fast.train.signals import StopRequest
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains one policy in one process and leaves a self-describing run directory.
+    """Trains one policy and leaves a self-describing run directory. Under torchrun, several processes do it together.
 
     >>> Trainer(TrainConfig.from_yaml("run.yaml", overrides=["steps=10"])).fit()        # doctest: +SKIP
 
@@ -60,6 +62,7 @@ class Trainer:
         self.resume, self.force = resume, force
         self.display = make_display(config.metrics.display, config.steps, stream)
         self.stop = StopRequest()
+        self.processes = ALONE
 
     def fit(self) -> dict[str, Any]:
         """Train to ``config.steps``; returns a summary (steps, seconds, held-out accuracy before and after).
@@ -68,7 +71,7 @@ class Trainer:
         """
         with self._session():
             self._evaluate_if_due()
-            while self.state.step < self.config.steps and not self.stop.is_set:
+            while self.state.step < self.config.steps and not self._is_stopping():
                 self._train_step()
                 self._evaluate_if_due()
                 self._checkpoint_if_due()
@@ -84,8 +87,8 @@ class Trainer:
         """
         started, cpu_started = time.perf_counter(), time.process_time()
         step = self.state.step + 1
-        group_size = self.controller.decide()
-        num_prompts = self.prompt_budget.num_prompts(group_size)
+        group_size = self.processes.from_first(self.controller.decide())
+        num_prompts = self.processes.from_first(self.prompt_budget.num_prompts(group_size))
         sizes = self.controller.decide_groups if self.config.controller.kind == "prompt_aware" else group_size
 
         rollout = self.sampler.sample(self.state.position, num_prompts, sizes, self._show("rollout"))
@@ -97,7 +100,7 @@ class Trainer:
         self.controller.observe(
             lengths,
             num_clipped=sum(c.is_truncated for g in rollout.first_round for c in g.group.completions),
-            problem_ids=[g.problem.problem_id for g in rollout.first_round],
+            problem_ids=[g.problem.length_key for g in rollout.first_round],
             seconds=rollout.rollout_seconds + update.seconds,
         )
         self.prompt_budget.observe(lengths)
@@ -117,6 +120,8 @@ class Trainer:
         """Write the step's lines, look for alarms, show the step."""
         checkpoint_seconds, self._checkpoint_seconds = self._checkpoint_seconds, 0.0
         self.state.time_seconds += seconds + checkpoint_seconds
+        if not self.processes.is_first:
+            return
         record = {
             "event": "step",
             "step": self.state.step,
@@ -150,9 +155,10 @@ class Trainer:
             self.state.num_bad_in_row = 0
             return
         self.state.num_bad_in_row += 1
-        path = self.directory.path / "nonfinite" / f"step-{self.state.step:06d}.json"
-        with writing(str(path)):
-            parts.dump_groups(path, self.state.step, [rollout.kept[i] for i in update.bad_groups])
+        path = Path(self.config.run_dir) / "nonfinite" / f"step-{self.state.step:06d}.json"
+        if self.processes.is_first:
+            with writing(str(path)):
+                parts.dump_groups(path, self.state.step, [rollout.kept[i] for i in update.bad_groups])
         logger.warning("step %d: loss or gradient not finite, update skipped; see %s", self.state.step, path)
         if self.state.num_bad_in_row >= self.config.update.max_bad_steps:
             raise SagcError(
@@ -163,7 +169,7 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         options = self.config.evaluation
         is_due = options.num_problems > 0 and self._is_due(options.every, first=0)
-        if not is_due or self.stop.is_set or self.state.evaluated_step == self.state.step:
+        if not is_due or self.state.evaluated_step == self.state.step or self._is_stopping():
             return
         record = evaluate(
             self.engine,
@@ -174,10 +180,12 @@ class Trainer:
             self.params.max_new_tokens,
             self.state.step,
             self._show("evaluation"),
+            self.processes,
         )
-        self.metrics.write("metrics.jsonl", record)
-        self.metrics.show(record, "heldout")
-        self.display.evaluation(record)
+        if self.processes.is_first:
+            self.metrics.write("metrics.jsonl", record)
+            self.metrics.show(record, "heldout")
+            self.display.evaluation(record)
         state, accuracy = self.state, record["accuracy"]
         state.evaluated_step, state.last_accuracy = state.step, accuracy
         if state.step == 0:
@@ -188,21 +196,32 @@ class Trainer:
     def _checkpoint_if_due(self) -> None:
         is_new_best = self.config.checkpoint.keep_best and self.state.best_step == self.state.step
         every = self.config.checkpoint.every
-        if not (self._is_due(every, first=None) or is_new_best or self.stop.is_set):
+        if not (self._is_due(every, first=None) or is_new_best or self._is_stopping()):
             return
         started = time.perf_counter()
+        length_histories = self.processes.gather(self.engine.lengths.state())
+        if self.processes.is_first:
+            self._save_checkpoint(length_histories)
+        self.processes.from_first(None)  # nobody goes on, or ends, before it is there
+        self._checkpoint_seconds = time.perf_counter() - started
+
+    def _save_checkpoint(self, length_histories: list[dict[str, Any]]) -> None:
         self._show("checkpoint")(0, 1)
         self.state.controller = self.controller.state_dict()
         self.state.prompt_budget = self.prompt_budget.state_dict()
         self.state.alarms = self.alarms.state_dict()
+        self.state.prompt_history = self.prompt_history.state_dict()
         self.state.files = self.metrics.sync()
         self.store.save(
             self.state.step,
-            lambda folder: parts.save_tensors(folder, self.engine, self.optimizer),
+            lambda folder: parts.save_tensors(folder, self.engine, self.optimizer, length_histories),
             self.state.to_dict(),
             self.state.best_step if self.config.checkpoint.keep_best else None,
         )
-        self._checkpoint_seconds = time.perf_counter() - started
+
+    def _is_stopping(self) -> bool:
+        """True in all processes once a signal has reached any of them."""
+        return any(self.processes.gather(self.stop.is_set))
 
     def _is_due(self, every: int, first: int | None) -> bool:
         step = self.state.step
@@ -213,14 +232,17 @@ class Trainer:
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, plain values."""
+        run_dir = self.config.run_dir
+        several = f"torchrun --nproc-per-node={self.processes.size} -m " if self.processes.size > 1 else ""
+        program = f"{several}{'sagc_fast' if several else 'sagc-fast'}"
         return {
-            "run_dir": str(self.directory.path),
+            "run_dir": run_dir,
             "steps": self.state.step,
             "time_seconds": self.state.time_seconds,
             "accuracy_before": self.state.first_accuracy,
             "accuracy_after": self.state.last_accuracy,
             "is_interrupted": self.state.step < self.config.steps,
-            "resume_command": f"sagc-fast train --resume --run-dir {shlex.quote(str(self.directory.path))}",
+            "resume_command": f"{program} train --resume --run-dir {shlex.quote(run_dir)}",
         }
 
     # ---- opening and closing -------------------------------------------------------------------------------------
@@ -232,29 +254,43 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(parts.warnings_in_the_log())
             stack.enter_context(parts.reproducible_torch(config.model.device, config.threads))
+            stack.enter_context(self.stop)
+            self.processes = stack.enter_context(connected(config.model.device))
+            if not self.processes.is_first:  # the first one writes and speaks for all
+                stack.enter_context(parts.silenced())
+                self.display = make_display("off", config.steps, None)
             self.display.start()
             stack.callback(self.display.stop)
-            stack.enter_context(self.stop)
             self.store = CheckpointStore(Path(config.run_dir) / "checkpoints", config.checkpoint.keep_last)
-            is_resumed = RunDirectory.is_to_be_resumed(config.run_dir, self.resume)
-            if is_resumed:
-                self.directory = stack.enter_context(RunDirectory(config, self.resume, self.force))
-            checkpoint = self.store.latest() if is_resumed else None
+            is_resumed, checkpoint = self.processes.from_first(
+                self._find_checkpoint(stack) if self.processes.is_first else None
+            )
             self.state = TrainState() if checkpoint is None else TrainState.from_dict(checkpoint.state)
             self._build(checkpoint, stack)
-            if not is_resumed:  # last, so that a mistake in the configuration leaves no folder behind
-                self.directory = stack.enter_context(RunDirectory(config, self.resume, self.force))
-            self.metrics = stack.enter_context(
-                MetricsWriter(self.directory.path, self.state.files, open_boards(config, self.state.step))
-            )
-            self._say_where_we_are(checkpoint)
+            if self.processes.is_first:
+                if not is_resumed:  # last, so that a mistake in the configuration leaves no folder behind
+                    self._open_directory(stack)
+                self.metrics = stack.enter_context(
+                    MetricsWriter(Path(config.run_dir), self.state.files, open_boards(config, self.state.step))
+                )
+                self._say_where_we_are(checkpoint)
             yield
+
+    def _find_checkpoint(self, stack: contextlib.ExitStack) -> tuple[bool, Checkpoint | None]:
+        """Whether the run directory holds a run to be continued (it is opened then), and where it stands."""
+        is_resumed = RunDirectory.is_to_be_resumed(self.config.run_dir, self.resume)
+        if is_resumed:
+            self._open_directory(stack)
+        return is_resumed, self.store.latest() if is_resumed else None
+
+    def _open_directory(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(RunDirectory(self.config, self.resume, self.force, self.processes.size))
 
     def _build(self, checkpoint: Checkpoint | None, stack: contextlib.ExitStack) -> None:
         """The parts, and their state when there is a checkpoint."""
         config, state = self.config, self.state
         self.task = make_task(config.task, seed=config.seed)
-        self.engine = parts.build_engine(config, checkpoint)
+        self.engine = parts.build_engine(config, checkpoint, self.processes)
         self.engine.policy_version = state.step
         self.optimizer = PolicyOptimizer(self.engine.model, config.optimizer)
         if checkpoint is not None:
@@ -283,13 +319,18 @@ class Trainer:
             max_length=self.params.max_new_tokens,
             temperature=config.rollout.temperature,
             seed=config.seed,
+            processes=self.processes,
         )
         self.pool = stack.enter_context(
             ScoringPool(self.task.scorer_spec, config.reward.workers, config.reward.timeout_seconds)
         )
         context = self.engine.model.config.max_position_embeddings
         self.source = PromptSource(self.task, self.engine.tokenizer, max_prompt_tokens=context - 1)
-        self.sampler = Sampler(self.engine, self.source, self.pool, self.params, config.algorithm.filters)
+        filters = config.algorithm.filters
+        self.prompt_history = PromptHistory(filters.skip_after, filters.skip_times, state.prompt_history)
+        self.sampler = Sampler(
+            self.engine, self.source, self.pool, self.params, filters, self.prompt_history, self.processes
+        )
         self._checkpoint_seconds = 0.0
         self._recent_seconds: deque[float] = deque(maxlen=20)
 
@@ -299,4 +340,4 @@ class Trainer:
         elif checkpoint is not None:
             logger.warning("continuing after step %d from %s", self.state.step, checkpoint.path)
         elif self.resume:
-            logger.warning("no checkpoint in %s yet; starting from the first step", self.directory.path)
+            logger.warning("no checkpoint in %s yet; starting from the first step", self.config.run_dir)

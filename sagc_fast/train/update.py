@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,13 +24,14 @@ from sagc_fast import ops
 from sagc_fast.algo.advantage import group_advantages
 from sagc_fast.algo.config import Algorithm
 from sagc_fast.algo.filters import truncation_mask
-from sagc_fast.algo.logprobs import LogprobDifference, logprob_difference
+from sagc_fast.algo.logprobs import LogprobDifference, logprob_difference, merge_differences
 from sagc_fast.algo.loss import LossMetrics, loss_normalizer, policy_loss
 from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
 from sagc_fast.config import UpdateOptions
 from sagc_fast.profiling import annotate, ranged
+from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.optimizer import PolicyOptimizer
-from sagc_fast.train.packing import MicroBatch, PackItem, pack
+from sagc_fast.train.packing import MicroBatch, PackItem, pack, predicted_cost
 from sagc_fast.train.sampling import ScoredGroup
 
 if TYPE_CHECKING:
@@ -71,11 +72,25 @@ class _Batch:
     ref_logp: list[torch.Tensor] | None = None
 
 
+@dataclass
+class _Sums:
+    """What the micro-batches of one optimizer update add up to: of one process, then of all."""
+
+    loss: float = 0.0
+    num_tokens: int = 0
+    metrics: LossMetrics | None = None
+    difference: LogprobDifference | None = None
+    bad_rows: frozenset[int] = frozenset()
+    """Completions behind a loss that was not finite."""
+
+
 class PolicyUpdater:
     """Trains ``model`` in place.
 
     Args:
-        reference: the starting model, held once, when the algorithm penalises the distance to it.
+        reference: the starting model, held once, when the algorithm penalises the distance to it; not needed by a model
+            with adapters.
+        processes: all are given the same groups; each computes its share of the gradient and applies the whole.
         max_length: length cap of a completion in tokens.
         temperature: of the sampled, and therefore of the trained, distribution.
         seed: of the run; orders the groups into minibatches.
@@ -92,8 +107,9 @@ class PolicyUpdater:
         max_length: int,
         temperature: float,
         seed: int,
+        processes: Processes = ALONE,
     ) -> None:
-        self.model, self.reference, self.optimizer = model, reference, optimizer
+        self.model, self.reference, self.optimizer, self.processes = model, reference, optimizer, processes
         self.algorithm, self.options = algorithm, options
         self.max_length, self.temperature, self.seed = max_length, temperature, seed
 
@@ -126,9 +142,7 @@ class PolicyUpdater:
         if self.options.old_logprobs == "recompute":
             old_logp = self._logprobs(self.model, items, rollout_logp)
             result.logprob_difference = _difference(old_logp, rollout_logp, items)
-        ref_logp = None
-        if self.reference is not None:
-            ref_logp = self._logprobs(self.reference, items, rollout_logp)
+        ref_logp = self._reference_logprobs(items, rollout_logp)
 
         rewards_C = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
         rewards_C = shape_rewards(rewards_C, lengths_C, self.max_length, filters)
@@ -162,10 +176,35 @@ class PolicyUpdater:
         if self._needs_advantage():
             advantages = batch.advantages_C.tolist()
             items = [item for item in items if any(advantages[row] != 0.0 for row in item.rows)]
-        total = 0.0
+        sums = self._summed(self.processes.gather(self._accumulate(batch, self._own_share(items), normalizer)))
+        result.num_tokens += sums.num_tokens
+        if sums.bad_rows:
+            self.optimizer.clear()
+            result.bad_groups = [i for i in members if sums.bad_rows & set(batch.items[i].rows)]
+            return
+        if sums.metrics is not None:
+            result.metrics = sums.metrics if result.metrics is None else result.metrics + sums.metrics
+        if result.logprob_difference is None and result.num_updates == 0:
+            result.logprob_difference = sums.difference
+        if self.processes.size > 1:
+            self.processes.sum_(self.optimizer.gradients())
+        norm = self.optimizer.step()
+        if not math.isfinite(norm):
+            result.bad_groups = members
+            return
+        if self.model.adapters is not None:
+            self.model.adapters.merge()
+        result.losses.append(sums.loss)
+        result.grad_norms.append(norm)
+        result.num_updates += 1
+
+    def _accumulate(self, batch: _Batch, items: Sequence[PackItem], normalizer: float) -> _Sums:
+        """Forward and backward of ``items``; stops at a loss that is not finite."""
+        sums = _Sums()
         on_policy: list[torch.Tensor] = []
         rollout: list[torch.Tensor] = []
-        for micro_batch in self._pack(items):
+        for place, micro_batch in enumerate(self._pack(items)):
+            self._seed_dropout(place)
             logp_N, entropy_N = self._forward(self.model, micro_batch)
             rollout_logp_N = _gather(batch.rollout_logp, micro_batch)
             output = policy_loss(
@@ -173,7 +212,7 @@ class PolicyUpdater:
                 _gather(batch.old_logp, micro_batch),
                 batch.advantages_C[micro_batch.rows],
                 micro_batch.completion_index_N,
-                config=loss_config,
+                config=self.algorithm.loss,
                 normalizer=normalizer,
                 ref_logp_N=None if batch.ref_logp is None else _gather(batch.ref_logp, micro_batch),
                 rollout_logp_N=rollout_logp_N,
@@ -181,26 +220,59 @@ class PolicyUpdater:
             )
             loss = float(output.loss.detach())
             if not math.isfinite(loss):
-                self.optimizer.clear()
-                rows = set(micro_batch.rows)
-                result.bad_groups = [i for i in members if rows & set(batch.items[i].rows)]
-                return
+                sums.bad_rows = frozenset(micro_batch.rows)
+                break
             with annotate("backward"):
                 output.loss.backward()
-            total += loss
-            result.num_tokens += micro_batch.num_tokens
-            result.metrics = output.metrics if result.metrics is None else result.metrics + output.metrics
+            sums.loss += loss
+            sums.num_tokens += micro_batch.num_tokens
+            sums.metrics = output.metrics if sums.metrics is None else sums.metrics + output.metrics
             on_policy.append(logp_N.detach())
             rollout.append(rollout_logp_N)
-        if result.logprob_difference is None and result.num_updates == 0 and on_policy:
-            result.logprob_difference = logprob_difference(torch.cat(on_policy), torch.cat(rollout))
-        norm = self.optimizer.step()
-        if not math.isfinite(norm):
-            result.bad_groups = members
-            return
-        result.losses.append(total)
-        result.grad_norms.append(norm)
-        result.num_updates += 1
+        if on_policy:
+            sums.difference = logprob_difference(torch.cat(on_policy), torch.cat(rollout))
+        if self.processes.size > 1 and sums.metrics is not None:
+            on_host = {f.name: getattr(sums.metrics, f.name).cpu() for f in fields(LossMetrics)}
+            sums.metrics = LossMetrics(**on_host)
+        return sums
+
+    def _seed_dropout(self, place: int) -> None:
+        """Key the adapters' dropout, the one thing here that draws from torch, by what a resumed run knows."""
+        if self.model.adapters is not None and self.model.adapters.spec.dropout:
+            key = f"{self.seed}/{self.optimizer.num_updates}/{self.processes.rank}/{place}"
+            torch.manual_seed(random.Random(key).getrandbits(63))
+
+    @staticmethod
+    def _summed(parts: Sequence[_Sums]) -> _Sums:
+        """Of all processes, in the order of their ranks."""
+        if len(parts) == 1:
+            return parts[0]
+        metrics = None
+        for part in parts:
+            if part.metrics is not None:
+                metrics = part.metrics if metrics is None else metrics + part.metrics
+        return _Sums(
+            loss=sum(part.loss for part in parts),
+            num_tokens=sum(part.num_tokens for part in parts),
+            metrics=metrics,
+            difference=merge_differences([part.difference for part in parts if part.difference is not None]),
+            bad_rows=frozenset().union(*(part.bad_rows for part in parts)),
+        )
+
+    def _own_share(self, items: Sequence[PackItem]) -> list[PackItem]:
+        """This process's items: the dearest first, each to the process with the least work so far."""
+        if self.processes.size == 1:
+            return list(items)
+        width = self.model.config.hidden_size
+        costs = [predicted_cost(item, width) for item in items]
+        work = [0.0] * self.processes.size
+        own = []
+        for i in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
+            rank = work.index(min(work))
+            work[rank] += costs[i]
+            if rank == self.processes.rank:
+                own.append(i)
+        return [items[i] for i in sorted(own)]
 
     def _needs_advantage(self) -> bool:
         """True when a completion without advantage adds nothing to the loss."""
@@ -220,17 +292,30 @@ class PolicyUpdater:
         )
         # index_select, not indexing: its backward adds duplicates (a prompt's last token) in a fixed order.
         hidden_NE = hidden_TE.index_select(0, micro_batch.source_rows_N)
-        return ops.token_logprobs(hidden_NE, model.lm_head_weight, micro_batch.targets_N, self.temperature)
+        return ops.token_logprobs(hidden_NE, model.trained_head, micro_batch.targets_N, self.temperature)
+
+    def _reference_logprobs(self, items: Sequence[PackItem], like: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Under the model that the loss or reward penalises the distance to; adapters have it below them."""
+        if not self.algorithm.loss.needs_reference:
+            return None
+        if self.model.adapters is None:
+            return self._logprobs(self.reference, items, like)
+        with self.model.adapters.unmerged():
+            return self._logprobs(self.model, items, like)
 
     @torch.no_grad()
     def _logprobs(self, model: Transformer, items: Sequence[PackItem], like: list[torch.Tensor]) -> list[torch.Tensor]:
         """Log-probs of every completion of ``items`` under ``model``, by row; rows that take no part stay zero."""
-        by_row = [torch.zeros_like(x) for x in like]
-        for micro_batch in self._pack([item for item in items if item.rows]):
+        own: dict[int, torch.Tensor] = {}
+        for micro_batch in self._pack(self._own_share([item for item in items if item.rows])):
             logp_N, _ = self._forward(model, micro_batch)
+            logp_N = logp_N.cpu() if self.processes.size > 1 else logp_N
             lengths = [len(like[row]) for row in micro_batch.rows]
-            for row, part in zip(micro_batch.rows, logp_N.split(lengths), strict=True):
-                by_row[row] = part
+            own.update(zip(micro_batch.rows, logp_N.split(lengths), strict=True))
+        by_row = [torch.zeros_like(x) for x in like]
+        for part in self.processes.gather(own):
+            for row, logp in part.items():
+                by_row[row] = logp.to(like[row].device)
         return by_row
 
 

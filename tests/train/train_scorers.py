@@ -32,3 +32,10 @@ def slow(text: str, problem) -> Score:
 
     time.sleep(0.05)
     return digits(text, problem)
+
+
+def by_id(text: str, problem) -> Score:
+    """Problem 0 is hopeless, problem 1 solved, the others now and then."""
+    if problem.problem_id < 2:
+        return Score(float(problem.problem_id), problem.problem_id == 1)
+    return Score(float(len(text)), len(text) % 2 == 0)
