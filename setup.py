@@ -28,7 +28,7 @@ EXTRAS = {
 EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard") for name in EXTRAS[extra]})
 
 CPU_SOURCES = (
-    *("library", "op_linear", "op_attention", "attention_plan", "op_rowwise"),
+    *("library", "threads", "op_linear", "op_attention", "attention_plan", "op_rowwise", "decoder"),
     *("dispatch", "level_scalar", "level_avx2", "level_avx512", "level_avx512_bf16"),
     *("level_amx", "level_amx_emulated"),
 )
@@ -75,6 +75,7 @@ def cpu_extension() -> list[Extension]:
             include_dirs=[f"{folder}/include"],
             library_dirs=[f"{folder}/lib"],
             libraries=["torch_cpu", "c10"],
+            extra_link_args=["-pthread"],
             language="c++",
             # One library for torch 2.11 and later. No instruction set is named here: csrc chooses at run time. Products
             # and sums are fused only where the source says so, or the bits of a row would depend on the tile it is in.

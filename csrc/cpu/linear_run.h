@@ -1,7 +1,8 @@
 // A product from its arguments to its result: the kernel's three steps on the thread pool.
 #pragma once
 
-#include "torch_util.h"
+#include "kernels.h"
+#include "threads.h"
 
 namespace sagc {
 

@@ -1,5 +1,7 @@
 // torch.ops.sagc_fast.paged_attention
 #include "attention_run.h"
+#include "operations.h"
+#include "torch_util.h"
 
 namespace sagc {
 namespace {
@@ -11,23 +13,6 @@ const int32_t* int_row(const Tensor& t, int64_t size, const char* name) {
   return static_cast<const int32_t*>(t.const_data_ptr());
 }
 
-AttentionLayout read_layout(const Tensor& cu_query, const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
-                   const Tensor& shared_blocks) {
-  STD_TORCH_CHECK(cu_query.dim() == 1 && cu_query.size(0) >= 1, "cu_query must have one entry more than there are sequences");
-  const int64_t S = cu_query.size(0) - 1;
-  check_type(block_tables, ScalarType::Int, "block_tables", "int32");
-  check_contiguous(block_tables, "block_tables");
-  STD_TORCH_CHECK(block_tables.dim() == 2 && block_tables.size(0) == S, "block_tables must have one row per sequence");
-  return {int_row(cu_query, S + 1, "cu_query"),
-          int_row(context_lens, S, "context_lens"),
-          static_cast<const int32_t*>(block_tables.const_data_ptr()),
-          int_row(share_group, S, "share_group"),
-          int_row(shared_blocks, S, "shared_blocks"),
-          S,
-          block_tables.size(1)};
-}
-
-// Everything the kernel dereferences is checked here once, so that a broken layout is an error and not a crash.
 void check_layout(const AttentionLayout& l, int64_t num_tokens, int64_t num_blocks, int64_t block_size) {
   STD_TORCH_CHECK(l.cu_query[0] == 0 && l.cu_query[l.num_sequences] == num_tokens,
                   "cu_query must run from 0 to the number of query tokens");
@@ -43,6 +28,29 @@ void check_layout(const AttentionLayout& l, int64_t num_tokens, int64_t num_bloc
       STD_TORCH_CHECK(table[b] >= 0 && table[b] < num_blocks, "sequence ", s, " names block ", table[b], " of ", num_blocks);
   }
 }
+
+}  // namespace
+
+AttentionLayout read_layout(const Tensor& cu_query, const Tensor& context_lens, const Tensor& block_tables,
+                            const Tensor& share_group, const Tensor& shared_blocks, int64_t num_tokens, int64_t num_blocks,
+                            int64_t block_size) {
+  STD_TORCH_CHECK(cu_query.dim() == 1 && cu_query.size(0) >= 1, "cu_query must have one entry more than there are sequences");
+  const int64_t S = cu_query.size(0) - 1;
+  check_type(block_tables, ScalarType::Int, "block_tables", "int32");
+  check_contiguous(block_tables, "block_tables");
+  STD_TORCH_CHECK(block_tables.dim() == 2 && block_tables.size(0) == S, "block_tables must have one row per sequence");
+  const AttentionLayout layout{int_row(cu_query, S + 1, "cu_query"),
+                               int_row(context_lens, S, "context_lens"),
+                               static_cast<const int32_t*>(block_tables.const_data_ptr()),
+                               int_row(share_group, S, "share_group"),
+                               int_row(shared_blocks, S, "shared_blocks"),
+                               S,
+                               block_tables.size(1)};
+  check_layout(layout, num_tokens, num_blocks, block_size);
+  return layout;
+}
+
+namespace {
 
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cu_query,
                        const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
@@ -60,13 +68,13 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   STD_TORCH_CHECK(args.num_kv_heads > 0 && args.num_heads % args.num_kv_heads == 0,
                   "the number of query heads must be a multiple of the number of KV heads");
   STD_TORCH_CHECK(args.head_dim > 0 && args.head_dim <= kAttentionMaxHeadDim, "head width must be at most ", kAttentionMaxHeadDim);
-  const AttentionLayout layout = read_layout(cu_query, context_lens, block_tables, share_group, shared_blocks);
   const int64_t T = q.size(0);
-  check_layout(layout, T, k_cache.size(0), args.block_size);
+  const AttentionLayout layout = read_layout(cu_query, context_lens, block_tables, share_group, shared_blocks, T,
+                                             k_cache.size(0), args.block_size);
 
   Tensor out = empty({T, args.num_heads, args.head_dim}, q.scalar_type());
   const AttentionPlan plan = plan_attention(layout, {args.num_heads, args.num_kv_heads, args.head_dim, args.block_size},
-                                            static_cast<int>(torch::stable::get_num_threads()));
+                                            num_workers());
   args.q = q.const_data_ptr(), args.q_stride = q.stride(0);
   args.k_cache = k_cache.const_data_ptr(), args.v_cache = v_cache.const_data_ptr();
   args.out = out.mutable_data_ptr();

@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "linear_run.h"
+#include "torch_util.h"
 
 namespace sagc {
 namespace {

@@ -1,12 +1,33 @@
 // torch.ops.sagc_fast.{rms_norm, add_rms_norm, silu_mul, rope_and_cache, sample_tokens}
 #include <tuple>
 
-#include "torch_util.h"
+#include "operations.h"
+#include "threads.h"
 
 namespace sagc {
-namespace {
 
-constexpr double kFlopsPerElement = 4.0;  // memory-bound operations, counted as this much arithmetic
+void run_rms_norm(const RmsNormArgs& args, int64_t rows) {
+  parallel(rows, kFlopsPerElement * rows * args.E, [&](int64_t b, int64_t e) { kernels().rms_norm(args, b, e); });
+}
+
+void run_silu_mul(const SiluMulArgs& args, int64_t rows) {
+  parallel(rows, 4 * kFlopsPerElement * rows * args.F, [&](int64_t b, int64_t e) { kernels().silu_mul(args, b, e); });
+}
+
+void run_rope_and_cache(const RopeArgs& args, int64_t tokens) {
+  const int64_t width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
+  parallel(tokens, kFlopsPerElement * tokens * width, [&](int64_t b, int64_t e) { kernels().rope_and_cache(args, b, e); });
+}
+
+void check_sampled(const float* logprob, int64_t rows) {
+  int64_t broken = 0;
+  for (int64_t r = 0; r < rows; r++) broken += logprob[r] != logprob[r];
+  STD_TORCH_CHECK(broken == 0, "Logits are not finite in ", broken, " of ", rows,
+                  " rows; the policy's weights have most likely diverged (lower the learning rate or resume from an earlier "
+                  "checkpoint).");
+}
+
+namespace {
 
 void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, Tensor& y, Tensor* new_residual) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 1 && weight.size(0) == x.size(1),
@@ -25,8 +46,7 @@ void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, double 
                     "add_rms_norm needs x and residual of one shape and dtype");
     args.residual = residual->const_data_ptr(), args.new_residual = new_residual->mutable_data_ptr();
   }
-  const int64_t T = x.size(0);
-  parallel(T, kFlopsPerElement * T * args.E, [&](int64_t b, int64_t e) { kernels().rms_norm(args, b, e); });
+  run_rms_norm(args, x.size(0));
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
@@ -48,7 +68,7 @@ Tensor silu_mul(const Tensor& gate_up) {
   const int64_t T = gate_up.size(0), F = gate_up.size(1) / 2;
   Tensor y = empty({T, F}, gate_up.scalar_type());
   SiluMulArgs args{gate_up.const_data_ptr(), y.mutable_data_ptr(), F, dtype_of(gate_up, "gate_up")};
-  parallel(T, 4 * kFlopsPerElement * T * F, [&](int64_t b, int64_t e) { kernels().silu_mul(args, b, e); });
+  run_silu_mul(args, T);
   return y;
 }
 
@@ -94,7 +114,7 @@ Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const T
   args.slots = index_row(slots, T, k_cache.size(0) * k_cache.size(2), "slot");
   args.q_out = out.mutable_data_ptr(), args.k_cache = k_cache.mutable_data_ptr(), args.v_cache = v_cache.mutable_data_ptr();
   args.num_heads = H, args.num_kv_heads = K, args.head_dim = D, args.block_size = k_cache.size(2);
-  parallel(T, kFlopsPerElement * T * (H + 2 * K) * D, [&](int64_t b, int64_t e) { kernels().rope_and_cache(args, b, e); });
+  run_rope_and_cache(args, T);
   return out;
 }
 
@@ -118,11 +138,7 @@ std::tuple<Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& uni
                   static_cast<int64_t*>(token.mutable_data_ptr()),
                   static_cast<float*>(logprob.mutable_data_ptr())};
   parallel(R, 6 * kFlopsPerElement * R * V, [&](int64_t b, int64_t e) { kernels().sample(args, b, e); });
-  int64_t broken = 0;
-  for (int64_t r = 0; r < R; r++) broken += args.logprob[r] != args.logprob[r];
-  STD_TORCH_CHECK(broken == 0, "Logits are not finite in ", broken, " of ", R,
-                  " rows; the policy's weights have most likely diverged (lower the learning rate or resume from an earlier "
-                  "checkpoint).");
+  check_sampled(args.logprob, R);
   return {token, logprob};
 }
 

@@ -1,4 +1,4 @@
-// What every operator needs from torch's stable ABI: checks with one clear sentence, dtypes, and the thread pool.
+// What every operator needs from torch's stable ABI: checks with one clear sentence, and dtypes.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -38,23 +38,6 @@ inline void check_heads(const Tensor& t, const char* name) {
 
 inline Tensor empty(std::initializer_list<int64_t> size, ScalarType type) {
   return torch::stable::empty({size.begin(), size.size()}, type);
-}
-
-constexpr double kMinFlopsPerThread = 2e5;  // a few microseconds: less is not worth waking a thread for
-
-// f(begin, end) over [0, items), on several threads when every one of them gets enough to do.
-template <class F>
-void parallel(int64_t items, double flops, const F& f) {
-  if (items == 0) return;
-  int64_t grain = 1;
-  if (flops > 0) {
-    const double per_item = flops / static_cast<double>(items);
-    grain = static_cast<int64_t>(kMinFlopsPerThread / per_item) + 1;
-  }
-  if (grain >= items)
-    f(int64_t{0}, items);
-  else
-    torch::stable::parallel_for(0, items, grain, f);
 }
 
 }  // namespace sagc

@@ -140,10 +140,27 @@ class Transformer(nn.Module):
                 self._rope = rope_tables(self.config, length, device=self.device)
         return self._rope
 
+    def decoder(self, kv: KVLayers) -> ops.Decoder | None:
+        """The whole step of :meth:`forward_paged` and the draw as native code, bound to these weights and this cache;
+        None where there is no such code. Valid while no weight is replaced (in-place updates are fine)."""
+        layers = range(self.config.num_layers)
+        if not ops.has_decoder(self.device.type, self.dtype, kv.k(0).dtype):
+            return None
+        fields = ops.LayerWeights.__dataclass_fields__
+        weights = ops.DecoderWeights(
+            embedding=self.embed_weight.detach(),
+            final_norm=self.final_norm.detach(),
+            head=self.lm_head_weight.detach(),
+            layers=[ops.LayerWeights(*(getattr(layer, name) for name in fields)) for layer in self.layers],
+            num_heads=self.config.num_heads,
+            rms_norm_eps=self.config.rms_norm_eps,
+        )
+        return ops.Decoder(weights, [cache for layer in layers for cache in (kv.k(layer), kv.v(layer))])
+
     @torch.inference_mode()
     def forward_paged(self, token_ids_T: torch.Tensor, layout: PagedLayout, kv: KVLayers) -> torch.Tensor:
         """One engine step: writes this step's keys and values into ``kv`` and returns the hidden states [R, E], after
-        the final norm, of ``layout.logits_rows_R``."""
+        the final norm, of ``layout.logits_rows_R``. Operator by operator; :meth:`decoder` does the same, to the bit."""
         config, layers = self.config, self.layers
         eps, scale = config.rms_norm_eps, config.head_dim**-0.5
         cos_PD2, sin_PD2 = self.rope(layout.max_context_len)

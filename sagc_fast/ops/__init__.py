@@ -2,8 +2,9 @@
 
 ``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention`` and ``sample_tokens``
 serve the rollout, without gradients; in fp32 on the CPU each computes a row the same way, bit for bit, whatever the
-other rows. ``varlen_attention`` and ``token_logprobs`` serve training and are differentiable. The plain-torch functions
-of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document shapes and serve as oracles.
+other rows. ``Decoder`` runs all of them for a whole step in native code. ``varlen_attention`` and ``token_logprobs``
+serve training and are differentiable. The plain-torch functions of the same names (reference.py, paged.py, sampling.py,
+varlen.py, logprobs.py) document shapes and serve as oracles.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import torch
 
 from sagc_fast.ops import logprobs, paged, reference, sampling, varlen
 from sagc_fast.ops.backend import describe, native_module, resolve, set_backend, use_backend
+from sagc_fast.ops.decoder import Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 
 __all__ = [
+    "Decoder",
+    "DecoderWeights",
+    "LayerWeights",
     "PackedLayout",
     "PagedLayout",
     "add_rms_norm",
     "describe",
+    "has_decoder",
     "linear",
     "paged_attention",
     "rms_norm",

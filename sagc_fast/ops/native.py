@@ -22,7 +22,7 @@ LIBRARY = Path(__file__).parents[1] / "_C.so"
 ENVIRONMENT_VARIABLE = "SAGC_CPU_LEVEL"
 
 OPS = frozenset(
-    {"linear", "rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "sample_tokens"}
+    {"linear", "rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "sample_tokens", "decoder"}
 )
 
 if not LIBRARY.exists():
@@ -132,6 +132,40 @@ def sample_tokens(
 
         return sampling.sample_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
     return _ops.sample_tokens(logits_RV.float(), uniform_R.double(), temperature_R.float())
+
+
+# The functions of a decoder (decoder.py) pass a handle, which nothing can trace: they have no fake registrations.
+
+
+def decoder_create(weights: list[torch.Tensor], caches: list[torch.Tensor], num_heads: int, rms_norm_eps: float) -> int:
+    return _ops.decoder_create.default(weights, caches, num_heads, rms_norm_eps)
+
+
+def decoder_free(handle: int) -> None:
+    _ops.decoder_free.default(handle)
+
+
+def decoder_forward(
+    handle: int, token_ids_T: torch.Tensor, layout: PagedLayout, cos_PD2: torch.Tensor, sin_PD2: torch.Tensor
+) -> torch.Tensor:
+    return _ops.decoder_forward.default(
+        handle,
+        token_ids_T,
+        cos_PD2,
+        sin_PD2,
+        layout.cu_query_S1,
+        layout.context_lens_S,
+        layout.block_tables_SB,
+        layout.share_group_S,
+        layout.shared_blocks_S,
+        layout.logits_rows_R,
+    )
+
+
+def decoder_sample(
+    handle: int, hidden_UE: torch.Tensor, index_R: torch.Tensor, uniform_R: torch.Tensor, temperature_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _ops.decoder_sample.default(handle, hidden_UE, index_R, uniform_R, temperature_R)
 
 
 @torch.library.register_fake("sagc_fast::linear")

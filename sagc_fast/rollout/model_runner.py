@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sagc_fast.model.transformer import Transformer
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.batch import StepBatch, build_batch
 from sagc_fast.rollout.kv_cache import KVCache
@@ -39,7 +40,8 @@ class ModelRunner:
         self._model = model
         self._kv = kv
         self._rows = rows
-        self._sampler = Sampler(model, rows)
+        self._decoder = model.decoder(kv) if isinstance(model, Transformer) else None
+        self._sampler = Sampler(model, rows, self._decoder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -70,7 +72,7 @@ class ModelRunner:
         """Hidden states [U, E]: of the step's wanted rows, then those kept for late forks."""
         parts = []
         if len(batch.token_ids):
-            hidden = self._model.forward_paged(batch.token_ids, batch.layout, self._kv)
+            hidden = self._forward(batch)
             parts.append(hidden)
             finishing = [chunk for chunk in plan.chunks if chunk.is_last]
             for row, chunk in enumerate(finishing, start=plan.decode_slots.size):
@@ -78,3 +80,9 @@ class ModelRunner:
                     chunk.group.last_hidden = hidden[row : row + 1].clone()
         parts += [group.last_hidden for group, _ in plan.late_forks]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        if self._decoder is None:
+            return self._model.forward_paged(batch.token_ids, batch.layout, self._kv)
+        angles = self._model.rope(batch.layout.max_context_len)
+        return self._decoder.forward(batch.token_ids, batch.layout, *angles)

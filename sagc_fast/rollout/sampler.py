@@ -23,9 +23,10 @@ LOGITS_BYTES = 32 * 2**20
 class Sampler:
     """Samples rows of the row table; rows never affect each other, so slicing does not change a bit."""
 
-    def __init__(self, model: Any, rows: RowTable) -> None:
+    def __init__(self, model: Any, rows: RowTable, decoder: ops.Decoder | None) -> None:
         self._model = model
         self._rows = rows
+        self._decoder = decoder
         self._slice_rows = max(1, LOGITS_BYTES // (4 * model.config.vocab_size))
         self.logits_seconds = 0.0
         """Time in the language-model head during the last call."""
@@ -36,9 +37,12 @@ class Sampler:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens and log-probs for ``slots``; sample r is drawn from hidden state ``index_R[r]`` (rising)."""
         noise_R = self._rows.next_uniforms(slots)
+        self.logits_seconds = 0.0
+        if self._decoder is not None and not self._rows.is_filtered[slots].any():
+            columns = (torch.from_numpy(c) for c in (index_R, noise_R, self._rows.temperature[slots]))
+            return tuple(column.numpy() for column in self._decoder.sample(hidden_UE, *columns))
         tokens = np.empty(slots.size, dtype=np.int64)
         logprobs = np.empty(slots.size, dtype=np.float32)
-        self.logits_seconds = 0.0
         for begin in range(0, slots.size, self._slice_rows):
             part = slice(begin, begin + self._slice_rows)
             logits_RV = self._logits(hidden_UE, index_R[part])
@@ -51,7 +55,7 @@ class Sampler:
         first, last = int(index_R[0]), int(index_R[-1]) + 1
         logits = self._model.logits(hidden_UE[first:last])
         self.logits_seconds += perf_counter() - started
-        if last - first == index_R.size:
+        if np.array_equal(index_R, np.arange(first, last)):
             return logits
         return logits.index_select(0, torch.from_numpy(index_R - first).to(logits.device))
 

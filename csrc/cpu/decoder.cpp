@@ -1,0 +1,478 @@
+// torch.ops.sagc_fast.decoder_{create, forward, sample, free}: an engine step without a tensor or a call per operation.
+//
+// A decoder is a handle on the weights and the KV cache of one generate call. It holds references to their tensors, so that
+// in-place updates need nothing and memory cannot go away under it. Each operation is the kernel that the operator of the
+// same name runs, over the same values, so the bits are those of the path operator by operator.
+//
+// Scratch memory belongs to the handle. All that is kept for the whole step is the residual stream, the normalised input of
+// the next product, q and the attention's output; products work on slices of rows, whose intermediates stay in the L2 cache
+// and bound the scratch for long prefill chunks. Logits are made for as many rows at a time as kLogitsBytes holds.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "attention_run.h"
+#include "linear_run.h"
+#include "operations.h"
+#include "threads.h"
+#include "torch_util.h"
+
+namespace sagc {
+namespace {
+
+constexpr int64_t kSliceRows = 256;
+constexpr int64_t kLogitsBytes = int64_t{80} << 20;  // 138 rows of a vocabulary of 151,936 in fp32
+
+// Memory that grows to the largest size asked for and goes back to the system with the handle.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { release(); }
+
+  char* get(int64_t bytes) {
+    if (bytes > size_) {
+      release();
+      const int64_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+      void* p = mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      STD_TORCH_CHECK(p != MAP_FAILED, "The system has no ", size, " bytes for the scratch memory of a step");
+      data_ = static_cast<char*>(p), size_ = size;
+    }
+    return data_;
+  }
+  template <class T>
+  T* array(int64_t count) {
+    return reinterpret_cast<T*>(get(count * int64_t{sizeof(T)}));
+  }
+
+ private:
+  void release() {
+    if (data_ != nullptr) munmap(data_, static_cast<size_t>(size_));
+    data_ = nullptr, size_ = 0;
+  }
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+struct Matrix {
+  const void* weight = nullptr;  // [rows, columns]
+  const void* bias = nullptr;    // [rows] or null
+  int64_t rows = 0, columns = 0;
+};
+
+struct Layer {
+  const void *input_norm, *q_norm, *k_norm, *post_norm;  // q_norm and k_norm may be null
+  Matrix qkv, o, gate_up, down;
+  void *k_cache, *v_cache;
+};
+
+// Takes the weights off the list that Python passes, an empty tensor standing for one that the model does not have.
+class WeightReader {
+ public:
+  WeightReader(const std::vector<Tensor>& tensors, Dtype dtype) : tensors_(tensors), dtype_(dtype) {}
+
+  const void* vector(int64_t size) {
+    const Tensor& t = next();
+    if (t.numel() == 0) return nullptr;
+    STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == size, "weight ", place_ - 1, " of the decoder must have ", size, " entries");
+    return t.const_data_ptr();
+  }
+  const void* needed(int64_t size) {
+    const void* p = vector(size);
+    STD_TORCH_CHECK(p != nullptr, "weight ", place_ - 1, " of the decoder is missing");
+    return p;
+  }
+  // Its number of rows is free where `rows` is 0.
+  Matrix matrix(int64_t rows, int64_t columns) {
+    const Tensor& t = next();
+    STD_TORCH_CHECK(t.dim() == 2 && t.size(1) == columns && (rows == 0 || t.size(0) == rows), "weight ", place_ - 1,
+                    " of the decoder has the wrong shape");
+    return {t.const_data_ptr(), nullptr, t.size(0), columns};
+  }
+  Matrix matrix_with_bias(int64_t rows, int64_t columns) {
+    Matrix m = matrix(rows, columns);
+    m.bias = vector(m.rows);
+    return m;
+  }
+
+ private:
+  const Tensor& next() {
+    STD_TORCH_CHECK(place_ < tensors_.size(), "the decoder needs more weights than the ", tensors_.size(), " given");
+    const Tensor& t = tensors_[place_++];
+    if (t.numel() > 0) {
+      STD_TORCH_CHECK(dtype_of(t, "weight") == dtype_, "weight ", place_ - 1, " of the decoder has another dtype than the first");
+      STD_TORCH_CHECK(t.is_contiguous(), "weight ", place_ - 1, " of the decoder must be contiguous");
+    }
+    return t;
+  }
+  const std::vector<Tensor>& tensors_;
+  Dtype dtype_;
+  size_t place_ = 0;
+};
+
+class Decoder {
+ public:
+  Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps);
+  Tensor forward(const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
+                 const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
+                 const Tensor& shared_blocks, const Tensor& wanted);
+  std::tuple<Tensor, Tensor> sample(const Tensor& hidden, const Tensor& index, const Tensor& uniform,
+                                    const Tensor& temperature);
+
+ private:
+  struct Step {
+    int64_t T, R;
+    const int64_t *token_ids, *wanted;
+    const float *cos, *sin;
+    AttentionLayout layout;
+    AttentionPlan plan;
+  };
+
+  void place_tokens(const Step& step, int64_t num_angles);
+  void embed(const Step& step);
+  void project_and_cache(const Layer& layer, const Step& step, int64_t begin, int64_t rows);
+  void attend(const Layer& layer, const Step& step);
+  void pick_wanted(const Step& step);
+  void feed_forward(const Layer& layer, const void* next_norm, int64_t begin, int64_t rows, void* out);
+  void multiply(const Matrix& m, const void* x, void* y, int64_t rows, Scratch& packed);
+  void norm(const void* x, const void* weight, void* y, void* residual, int64_t rows) const;
+
+  char* row(Scratch& scratch, int64_t t, int64_t width) const { return scratch.get(0) + t * width * item_; }
+  template <class F>
+  static void for_slices(int64_t rows, const F& f) {
+    for (int64_t begin = 0; begin < rows; begin += kSliceRows) f(begin, std::min(kSliceRows, rows - begin));
+  }
+
+  std::vector<Tensor> kept_;
+  Dtype dtype_, cache_dtype_;
+  int64_t item_;  // bytes per element of weights and activations
+  int64_t E_, H_, K_, D_, F_, V_, num_blocks_, block_size_;
+  float eps_;
+  const char* embedding_;
+  const void* final_norm_;
+  Matrix head_;
+  std::vector<Layer> layers_;
+
+  Scratch positions_, slots_;               // [T] int64
+  Scratch residual_, x_, q_, attended_;     // [T, E], [T, E], [T, H D], [T, H D]
+  Scratch qkv_, delta_, normed_, gate_up_, active_;  // of a slice of rows
+  Scratch packed_, logits_, widened_;
+};
+
+Decoder::Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps)
+    : H_(num_heads), eps_(static_cast<float>(eps)) {
+  STD_TORCH_CHECK(weights.size() > 3 && (weights.size() - 3) % 12 == 0 && caches.size() == (weights.size() - 3) / 6,
+                  "the decoder needs 3 weights, 12 per layer and 2 caches per layer, not ", weights.size(), " and ", caches.size());
+  const Tensor &embedding = weights[0], &cache = caches[0];
+  dtype_ = dtype_of(embedding, "the embedding"), cache_dtype_ = dtype_of(cache, "the KV cache");
+  item_ = dtype_ == Dtype::kFloat32 ? 4 : 2;
+  STD_TORCH_CHECK(embedding.dim() == 2 && cache.dim() == 4, "the embedding must be [V, E], a cache [blocks, K, block size, D]");
+  V_ = embedding.size(0), E_ = embedding.size(1);
+  num_blocks_ = cache.size(0), K_ = cache.size(1), block_size_ = cache.size(2), D_ = cache.size(3);
+  STD_TORCH_CHECK(K_ > 0 && H_ > 0 && H_ % K_ == 0, "the number of query heads must be a multiple of the number of KV heads");
+  STD_TORCH_CHECK(D_ > 0 && D_ % 2 == 0 && D_ <= kAttentionMaxHeadDim, "head width must be even and at most ", kAttentionMaxHeadDim);
+
+  WeightReader reader(weights, dtype_);
+  embedding_ = static_cast<const char*>(reader.matrix(V_, E_).weight);
+  final_norm_ = reader.needed(E_);
+  head_ = reader.matrix(V_, E_);
+  for (size_t i = 0; i < caches.size() / 2; i++) {
+    Layer layer{};
+    layer.input_norm = reader.needed(E_);
+    layer.qkv = reader.matrix_with_bias((H_ + 2 * K_) * D_, E_);
+    layer.q_norm = reader.vector(D_), layer.k_norm = reader.vector(D_);
+    layer.o = reader.matrix_with_bias(E_, H_ * D_);
+    layer.post_norm = reader.needed(E_);
+    layer.gate_up = reader.matrix_with_bias(0, E_);
+    F_ = layer.gate_up.rows / 2;
+    layer.down = reader.matrix_with_bias(E_, F_);
+    for (int j = 0; j < 2; j++) {
+      const Tensor& t = caches[2 * i + j];
+      STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == num_blocks_ && t.size(1) == K_ && t.size(2) == block_size_ && t.size(3) == D_ &&
+                          t.is_contiguous() && dtype_of(t, "the KV cache") == cache_dtype_,
+                      "all KV caches must be contiguous and of one shape and dtype");
+    }
+    layer.k_cache = caches[2 * i].mutable_data_ptr(), layer.v_cache = caches[2 * i + 1].mutable_data_ptr();
+    layers_.push_back(layer);
+  }
+  kept_ = std::move(weights);
+  kept_.insert(kept_.end(), caches.begin(), caches.end());
+}
+
+const int64_t* int64_row(const Tensor& t, const char* name) {
+  check_type(t, ScalarType::Long, name, "int64");
+  check_contiguous(t, name);
+  STD_TORCH_CHECK(t.dim() == 1, name, " must have one dimension");
+  return static_cast<const int64_t*>(t.const_data_ptr());
+}
+
+void check_range(const int64_t* values, int64_t count, int64_t limit, const char* name) {
+  for (int64_t i = 0; i < count; i++)
+    STD_TORCH_CHECK(values[i] >= 0 && values[i] < limit, name, " ", i, " is ", values[i], ", outside [0, ", limit, ")");
+}
+
+Tensor Decoder::forward(const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
+                        const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
+                        const Tensor& shared_blocks, const Tensor& wanted) {
+  Step step{};
+  step.T = token_ids.numel(), step.R = wanted.numel();
+  step.token_ids = int64_row(token_ids, "token_ids"), step.wanted = int64_row(wanted, "logits_rows");
+  check_range(step.token_ids, step.T, V_, "token id");
+  check_range(step.wanted, step.R, step.T, "wanted row");
+  check_type(cos, ScalarType::Float, "cos", "float32");
+  check_type(sin, ScalarType::Float, "sin", "float32");
+  STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.dim() == 2 && sin.dim() == 2 && cos.size(1) == D_ / 2 &&
+                      sin.size(1) == D_ / 2 && sin.size(0) == cos.size(0),
+                  "cos and sin must be contiguous [positions, head width / 2]");
+  step.cos = static_cast<const float*>(cos.const_data_ptr()), step.sin = static_cast<const float*>(sin.const_data_ptr());
+  step.layout = read_layout(cu_query, context_lens, block_tables, share_group, shared_blocks, step.T, num_blocks_, block_size_);
+  Tensor hidden = empty({step.R, E_}, dtype_ == Dtype::kFloat32 ? ScalarType::Float : ScalarType::BFloat16);
+  if (step.T == 0) return hidden;
+
+  place_tokens(step, cos.size(0));
+  residual_.get(step.T * E_ * item_), x_.get(step.T * E_ * item_);
+  q_.get(step.T * H_ * D_ * item_), attended_.get(step.T * H_ * D_ * item_);
+  step.plan = plan_attention(step.layout, {H_, K_, D_, block_size_}, num_workers());
+  embed(step);
+  for (size_t i = 0; i < layers_.size(); i++) {
+    const Layer& layer = layers_[i];
+    const bool is_last = i + 1 == layers_.size();
+    for_slices(step.T, [&](int64_t begin, int64_t rows) { project_and_cache(layer, step, begin, rows); });
+    if (is_last && step.R == 0) break;  // a prefill chunk short of the prompt's end: the keys and values were all
+    attend(layer, step);
+    if (is_last) pick_wanted(step);
+    const void* next_norm = is_last ? final_norm_ : layers_[i + 1].input_norm;
+    char* out = is_last ? static_cast<char*>(hidden.mutable_data_ptr()) : x_.get(0);
+    for_slices(is_last ? step.R : step.T, [&](int64_t begin, int64_t rows) {
+      feed_forward(layer, next_norm, begin, rows, out + begin * E_ * item_);
+    });
+  }
+  return hidden;
+}
+
+void Decoder::place_tokens(const Step& step, int64_t num_angles) {
+  const AttentionLayout& l = step.layout;
+  int64_t *positions = positions_.array<int64_t>(step.T), *slots = slots_.array<int64_t>(step.T);
+  for (int64_t s = 0; s < l.num_sequences; s++) {
+    const int32_t* table = l.block_tables + s * l.blocks_per_sequence;
+    int64_t position = l.context_lens[s] - (l.cu_query[s + 1] - l.cu_query[s]);
+    STD_TORCH_CHECK(l.context_lens[s] <= num_angles, "sequence ", s, " has ", l.context_lens[s], " positions, the tables of angles ",
+                    num_angles);
+    for (int64_t t = l.cu_query[s]; t < l.cu_query[s + 1]; t++, position++)
+      positions[t] = position, slots[t] = table[position / block_size_] * block_size_ + position % block_size_;
+  }
+}
+
+void Decoder::embed(const Step& step) {
+  const int64_t bytes = E_ * item_;
+  RmsNormArgs args{};
+  args.x = residual_.get(0), args.weight = layers_[0].input_norm, args.y = x_.get(0);
+  args.E = E_, args.eps = eps_, args.dtype = dtype_;
+  char* residual = residual_.get(0);
+  parallel(step.T, kFlopsPerElement * static_cast<double>(step.T * E_), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) std::memcpy(residual + t * bytes, embedding_ + step.token_ids[t] * bytes, bytes);
+    kernels().rms_norm(args, begin, end);
+  });
+}
+
+// q, k and v of a slice of rows: the product, the norms of the heads, the rotation, and the write into the cache.
+void Decoder::project_and_cache(const Layer& layer, const Step& step, int64_t begin, int64_t rows) {
+  const int64_t width = (H_ + 2 * K_) * D_;
+  char* qkv = qkv_.get(rows * width * item_);
+  multiply(layer.qkv, row(x_, begin, E_), qkv, rows, packed_);
+  RopeArgs args{};
+  args.q = qkv, args.k = qkv + H_ * D_ * item_, args.v = qkv + (H_ + K_) * D_ * item_;
+  args.q_stride = args.k_stride = args.v_stride = width;
+  args.cos = step.cos, args.sin = step.sin;
+  args.positions = positions_.array<int64_t>(0) + begin, args.slots = slots_.array<int64_t>(0) + begin;
+  args.q_out = row(q_, begin, H_ * D_), args.k_cache = layer.k_cache, args.v_cache = layer.v_cache;
+  args.num_heads = H_, args.num_kv_heads = K_, args.head_dim = D_, args.block_size = block_size_;
+  args.dtype = dtype_, args.cache_dtype = cache_dtype_;
+  parallel(rows, kFlopsPerElement * static_cast<double>(rows * width), [&](int64_t b, int64_t e) {
+    if (layer.q_norm != nullptr)
+      for (int64_t t = b; t < e; t++)
+        for (const bool is_key : {false, true}) {
+          RmsNormArgs head{};  // in place: a row is read before it is written, element by element
+          head.x = head.y = qkv + (t * width + (is_key ? H_ * D_ : 0)) * item_;
+          head.weight = is_key ? layer.k_norm : layer.q_norm;
+          head.E = D_, head.eps = eps_, head.dtype = dtype_;
+          kernels().rms_norm(head, 0, is_key ? K_ : H_);
+        }
+    kernels().rope_and_cache(args, b, e);
+  });
+}
+
+void Decoder::attend(const Layer& layer, const Step& step) {
+  AttentionArgs args{};
+  args.q = q_.get(0), args.q_stride = H_ * D_, args.out = attended_.get(0);
+  args.k_cache = layer.k_cache, args.v_cache = layer.v_cache;
+  args.block_tables = step.layout.block_tables, args.block_tables_stride = step.layout.blocks_per_sequence;
+  args.num_heads = H_, args.num_kv_heads = K_, args.head_dim = D_, args.block_size = block_size_;
+  args.scale = static_cast<float>(std::pow(static_cast<double>(D_), -0.5));
+  args.dtype = dtype_, args.cache_dtype = cache_dtype_;
+  run_attention(args, step.plan);
+}
+
+// Behind the last attention only the wanted rows matter; they move to the front, in any order and with repeats.
+void Decoder::pick_wanted(const Step& step) {
+  for (const auto& [scratch, width] : {std::pair<Scratch*, int64_t>{&attended_, H_ * D_}, std::pair<Scratch*, int64_t>{&residual_, E_}}) {
+    const int64_t bytes = width * item_;
+    const char* from = scratch->get(0);
+    char* to = x_.get(std::max(step.R, step.T) * std::max(E_, H_ * D_) * item_);  // free until the next step
+    for (int64_t r = 0; r < step.R; r++) std::memcpy(to + r * bytes, from + step.wanted[r] * bytes, bytes);
+    std::memcpy(scratch->get(step.R * bytes), to, step.R * bytes);
+  }
+}
+
+// From the attention's output to the normalised input of what follows, for a slice of rows.
+void Decoder::feed_forward(const Layer& layer, const void* next_norm, int64_t begin, int64_t rows, void* out) {
+  char *delta = delta_.get(rows * E_ * item_), *normed = normed_.get(rows * E_ * item_), *residual = row(residual_, begin, E_);
+  char *gate_up = gate_up_.get(rows * 2 * F_ * item_), *active = active_.get(rows * F_ * item_);
+  multiply(layer.o, row(attended_, begin, H_ * D_), delta, rows, packed_);
+  norm(delta, layer.post_norm, normed, residual, rows);
+  multiply(layer.gate_up, normed, gate_up, rows, packed_);
+  run_silu_mul({gate_up, active, F_, dtype_}, rows);
+  multiply(layer.down, active, delta, rows, packed_);
+  norm(delta, next_norm, out, residual, rows);
+}
+
+void Decoder::multiply(const Matrix& m, const void* x, void* y, int64_t rows, Scratch& packed) {
+  LinearArgs args{};
+  args.x = x, args.weight = m.weight, args.bias = m.bias, args.y = y;
+  args.x_stride = args.weight_stride = m.columns, args.y_stride = m.rows;
+  args.M = rows, args.N = m.rows, args.K = m.columns;
+  args.x_dtype = args.weight_dtype = args.y_dtype = dtype_;
+  args.scratch = packed.get(kernels().linear_scratch(args));
+  run_linear(args);
+}
+
+// y = norm(residual + x), residual += x.
+void Decoder::norm(const void* x, const void* weight, void* y, void* residual, int64_t rows) const {
+  RmsNormArgs args{};
+  args.x = x, args.weight = weight, args.y = y, args.residual = args.new_residual = residual;
+  args.E = E_, args.eps = eps_, args.dtype = dtype_;
+  run_rms_norm(args, rows);
+}
+
+const float* widen(const bf16_t* x, float* y, int64_t width) {
+  for (int64_t i = 0; i < width; i++) {
+    const uint32_t bits = static_cast<uint32_t>(x[i].bits) << 16;
+    std::memcpy(y + i, &bits, sizeof bits);
+  }
+  return y;
+}
+
+std::tuple<Tensor, Tensor> Decoder::sample(const Tensor& hidden, const Tensor& index, const Tensor& uniform,
+                                           const Tensor& temperature) {
+  STD_TORCH_CHECK(hidden.dim() == 2 && hidden.size(1) == E_ && hidden.is_contiguous() && dtype_of(hidden, "hidden") == dtype_,
+                  "hidden must be contiguous [rows, E] of the weights' dtype");
+  check_type(uniform, ScalarType::Double, "uniform", "float64");
+  check_type(temperature, ScalarType::Float, "temperature", "float32");
+  const int64_t U = hidden.size(0), R = index.numel();
+  const int64_t* source = int64_row(index, "index");
+  check_range(source, R, U, "hidden index");
+  STD_TORCH_CHECK(std::is_sorted(source, source + R), "the hidden index must not fall");
+  STD_TORCH_CHECK(uniform.is_contiguous() && temperature.is_contiguous() && uniform.numel() == R && temperature.numel() == R,
+                  "uniform and temperature must have one entry per sample");
+  Tensor token = empty({R}, ScalarType::Long), logprob = empty({R}, ScalarType::Float);
+  SampleArgs args{nullptr,
+                  0,
+                  static_cast<const double*>(uniform.const_data_ptr()),
+                  static_cast<const float*>(temperature.const_data_ptr()),
+                  V_,
+                  static_cast<int64_t*>(token.mutable_data_ptr()),
+                  static_cast<float*>(logprob.mutable_data_ptr())};
+
+  const int64_t most = std::max<int64_t>(1, kLogitsBytes / (V_ * item_));
+  float* widened = dtype_ == Dtype::kFloat32 ? nullptr : widened_.array<float>(V_ * num_workers());
+  for (int64_t first = 0; first < R;) {
+    const int64_t u = source[first], rows = std::min(most, source[R - 1] + 1 - u);
+    const int64_t last = std::lower_bound(source + first, source + R, u + rows) - source;
+    char* logits = logits_.get(rows * V_ * item_);
+    multiply(head_, static_cast<const char*>(hidden.const_data_ptr()) + u * E_ * item_, logits, rows, packed_);
+    const double flops = 6 * kFlopsPerElement * static_cast<double>((last - first) * V_);
+    parallel_workers(last - first, flops, [&](int worker, int64_t begin, int64_t end) {
+      for (int64_t r = first + begin; r < first + end; r++) {
+        const char* row = logits + (source[r] - u) * V_ * item_;
+        SampleArgs one = args;
+        one.uniform += r, one.temperature += r, one.token += r, one.logprob += r;
+        one.logits = reinterpret_cast<const float*>(row);
+        if (widened != nullptr) {
+          one.logits = widen(reinterpret_cast<const bf16_t*>(row), widened + worker * V_, V_);
+        }
+        kernels().sample(one, 0, 1);
+      }
+    });
+    first = last;
+  }
+  check_sampled(args.logprob, R);
+  return {token, logprob};
+}
+
+std::mutex registry_mutex;
+std::map<int64_t, std::shared_ptr<Decoder>>& registry() {
+  static auto* decoders = new std::map<int64_t, std::shared_ptr<Decoder>>();  // never destroyed: torch may be gone by then
+  return *decoders;
+}
+
+std::shared_ptr<Decoder> find(int64_t handle) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  const auto found = registry().find(handle);
+  STD_TORCH_CHECK(found != registry().end(), "there is no decoder ", handle, "; it has been freed");
+  return found->second;
+}
+
+int64_t decoder_create(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps) {
+  auto decoder = std::make_shared<Decoder>(std::move(weights), std::move(caches), num_heads, eps);
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  static int64_t num_made = 0;
+  registry()[++num_made] = std::move(decoder);
+  return num_made;
+}
+
+void decoder_free(int64_t handle) {
+  std::shared_ptr<Decoder> last;  // dies outside the lock
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  const auto found = registry().find(handle);
+  if (found == registry().end()) return;
+  last = std::move(found->second);
+  registry().erase(found);
+}
+
+Tensor decoder_forward(int64_t handle, const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
+                       const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
+                       const Tensor& shared_blocks, const Tensor& logits_rows) {
+  return find(handle)->forward(token_ids, cos, sin, cu_query, context_lens, block_tables, share_group, shared_blocks, logits_rows);
+}
+
+std::tuple<Tensor, Tensor> decoder_sample(int64_t handle, const Tensor& hidden, const Tensor& index, const Tensor& uniform,
+                                          const Tensor& temperature) {
+  return find(handle)->sample(hidden, index, uniform, temperature);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(sagc_fast, m) {
+  m.def("decoder_create(Tensor[] weights, Tensor[] caches, int num_heads, float eps) -> int");
+  m.def("decoder_free(int handle) -> ()");
+  m.def(
+      "decoder_forward(int handle, Tensor token_ids, Tensor cos, Tensor sin, Tensor cu_query, Tensor context_lens, "
+      "Tensor block_tables, Tensor share_group, Tensor shared_blocks, Tensor logits_rows) -> Tensor");
+  m.def("decoder_sample(int handle, Tensor hidden, Tensor index, Tensor uniform, Tensor temperature) -> (Tensor, Tensor)");
+}
+STABLE_TORCH_LIBRARY_IMPL(sagc_fast, CompositeExplicitAutograd, m) { m.impl("decoder_free", TORCH_BOX(&decoder_free)); }
+STABLE_TORCH_LIBRARY_IMPL(sagc_fast, CPU, m) {
+  m.impl("decoder_create", TORCH_BOX(&decoder_create));
+  m.impl("decoder_forward", TORCH_BOX(&decoder_forward));
+  m.impl("decoder_sample", TORCH_BOX(&decoder_sample));
+}
+
+}  // namespace sagc
