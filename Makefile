@@ -25,7 +25,12 @@ $(VENV)/.requirements: $(wildcard requirements/*.txt)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements/dev.txt
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.requirements setup.py pyproject.toml $(NATIVE_SOURCES)
+# Kernels are tested without a GPU, so Triton is wanted beside a CPU torch too; a CUDA torch has brought its own.
+$(VENV)/.triton: $(VENV)/.requirements
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --requirement requirements/triton.txt || echo "Triton has no wheel for this machine: the tests of its kernels are left out."
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.triton $(VENV)/.requirements setup.py pyproject.toml $(NATIVE_SOURCES)
 	@echo "Installing the package, native operators included; this takes about a minute."
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

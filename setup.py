@@ -21,7 +21,7 @@ EXTRAS = {
     "tensorboard": ["tensorboard"],
     "dev": [
         *("build", "hypothesis", "peft", "pytest", "pytest-benchmark", "pytest-xdist"),
-        *("ruff", "setuptools>=77", "wheel"),
+        *("ruff", "setuptools>=77", "triton>=3.6; platform_system == 'Linux'", "wheel"),
     ],
 }
 # What runs on any machine; [gpu] and [flash] need a CUDA one.

@@ -20,12 +20,14 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from sagc_fast import ops
 from sagc_fast.algo.config import CISPO, DAPO, DR_GRPO, GRPO, GSPO, LossConfig
 from sagc_fast.errors import ConfigError
+from sagc_fast.ops import policy_loss as fused
 
 __all__ = [
     "CISPO", "DAPO", "DR_GRPO", "GRPO", "GSPO", "LossConfig", "LossMetrics", "LossOutput",
-    "kl_estimate", "loss_normalizer", "policy_loss",
+    "kl_estimate", "linear_policy_loss", "loss_normalizer", "policy_loss",
 ]  # fmt: skip
 
 # exp() of a larger log-ratio says nothing but "far away", and its overflow would turn the other branch's zero gradient
@@ -134,6 +136,12 @@ def policy_loss(
         ConfigError: shapes that differ, or an input that ``config`` needs is missing.
     """
     _check_inputs(logp_N, completion_index_N, config, normalizer, ref_logp_N, rollout_logp_N, entropy_N)
+    if _is_per_token(config) and fused.is_fused(logp_N):
+        terms = _token_loss(
+            logp_N, old_logp_N, advantages_C, completion_index_N, mask_N, config, normalizer, ref_logp_N, rollout_logp_N
+        )
+        loss, figures = fused.token_policy_loss(logp_N, entropy_N, terms)
+        return LossOutput(loss, _fused_metrics(figures, mask_N, entropy_N))
     dtype = torch.float64 if logp_N.dtype == torch.float64 else torch.float32
     mask_N = torch.ones_like(logp_N, dtype=torch.bool) if mask_N is None else mask_N.bool()
 
@@ -172,6 +180,100 @@ def policy_loss(
         mask_N, log_ratio_N, ratio_N, advantage_N, dual_N, kl_N, entropy_N, weight_N, is_limited_N, config
     )
     return LossOutput(loss, metrics)
+
+
+def linear_policy_loss(
+    hidden_NE: torch.Tensor,
+    lm_head_VE: torch.Tensor,
+    targets_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_C: torch.Tensor,
+    completion_index_N: torch.Tensor,
+    mask_N: torch.Tensor | None = None,
+    *,
+    temperature: float,
+    config: LossConfig,
+    normalizer: float,
+    ref_logp_N: torch.Tensor | None = None,
+    rollout_logp_N: torch.Tensor | None = None,
+) -> tuple[LossOutput, torch.Tensor]:
+    """:func:`policy_loss` of the tokens ``targets_N`` straight from hidden states [N, E] and the lm head [V, E], and
+    their log-probs [N] (detached). On a GPU a per-token loss is formed while a chunk's logits are there, which saves
+    the fourth of the head's four dense products; else log-probs first, then the loss.
+    """
+    if not (_is_per_token(config) and fused.is_fused(hidden_NE)):
+        logp_N, entropy_N = ops.token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature)
+        output = policy_loss(
+            logp_N, old_logp_N, advantages_C, completion_index_N, mask_N, config=config, normalizer=normalizer,
+            ref_logp_N=ref_logp_N, rollout_logp_N=rollout_logp_N, entropy_N=entropy_N,
+        )  # fmt: skip
+        return output, logp_N.detach()
+    _check_inputs(targets_N, completion_index_N, config, normalizer, ref_logp_N, rollout_logp_N, hidden_NE)
+    terms = _token_loss(
+        old_logp_N, old_logp_N, advantages_C, completion_index_N, mask_N, config, normalizer, ref_logp_N, rollout_logp_N
+    )
+    loss, logp_N, entropy_N, figures = fused.linear_policy_loss(hidden_NE, lm_head_VE, targets_N, temperature, terms)
+    return LossOutput(loss, _fused_metrics(figures, mask_N, entropy_N)), logp_N
+
+
+def _is_per_token(config: LossConfig) -> bool:
+    """True when a token's loss depends on no other token but through the normaliser."""
+    return config.ratio_level == "token" and (config.rollout_is == "none" or config.rollout_is_level == "token")
+
+
+def _token_loss(
+    like_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_C: torch.Tensor,
+    completion_index_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    config: LossConfig,
+    normalizer: float,
+    ref_logp_N: torch.Tensor | None,
+    rollout_logp_N: torch.Tensor | None,
+) -> fused.TokenLoss:
+    """The configuration and the tensors as the fused kernel takes them."""
+    factors_C = torch.full((len(advantages_C),), 1 / normalizer, device=like_N.device)
+    if config.aggregation == "sequence":
+        is_token_N = torch.ones_like(like_N, dtype=torch.float32) if mask_N is None else mask_N.float()
+        factors_C /= _segment_sum(is_token_N, completion_index_N, len(advantages_C)).clamp(min=1)
+    has_weight = rollout_logp_N is not None and config.rollout_is != "none"
+    return fused.TokenLoss(
+        old_logp_N=old_logp_N.detach().float(),
+        advantages_C=advantages_C.detach().float(),
+        completion_index_N=completion_index_N,
+        factors_C=factors_C,
+        mask_N=None if mask_N is None else mask_N.bool(),
+        ref_logp_N=None if ref_logp_N is None else ref_logp_N.detach().float(),
+        rollout_logp_N=rollout_logp_N.detach().float() if has_weight else None,
+        is_cispo=config.objective == "cispo",
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        kl_beta=config.kl_beta if config.kl_in == "loss" else 0.0,
+        kl_estimator=0 if ref_logp_N is None else int(config.kl_estimator[1:]),
+        entropy_coef=config.entropy_coef,
+        rollout_is={"none": 0, "truncate": 1, "mask": 2}[config.rollout_is] if has_weight else 0,
+        is_cap=config.rollout_is_cap,
+        is_floor=config.rollout_is_floor,
+    )
+
+
+def _fused_metrics(figures: torch.Tensor, mask_N: torch.Tensor | None, entropy_N: torch.Tensor | None) -> LossMetrics:
+    """The same sums as :func:`_metrics` from the rows that the kernel wrote (zero where masked)."""
+    num_tokens = figures.shape[1]
+    sums = dict(zip(fused.FIGURES, figures.double().sum(1).unbind(), strict=True))
+    ratio_N = figures[fused.FIGURES.index("ratio")].double()
+    hidden_N = torch.zeros_like(ratio_N, dtype=torch.bool) if mask_N is None else ~mask_N.bool()
+    edge = ratio_N.new_full((1,), torch.inf)
+    zero = torch.zeros((), dtype=torch.float64, device=figures.device)
+    return LossMetrics(
+        num_tokens=zero + num_tokens if mask_N is None else mask_N.double().sum(),
+        entropy=zero if entropy_N is None else entropy_N.detach().double().masked_fill(hidden_N, 0.0).sum(),
+        ratio_min=torch.cat([ratio_N.masked_fill(hidden_N, torch.inf), edge]).amin(),
+        ratio_max=torch.cat([ratio_N.masked_fill(hidden_N, -torch.inf), -edge]).amax(),
+        **sums,
+    )
 
 
 def kl_estimate(logp_N: torch.Tensor, ref_logp_N: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -71,7 +71,9 @@ def diagnose(model: Path | None = None, kv_budget_gb: float = 2.0) -> Diagnosis:
     found = Diagnosis()
     found.sections["Software"] = software()
     found.sections["Machine"] = machine()
-    found.sections["Operators on the CPU"] = operators()
+    found.sections["Operators on the CPU"] = operators("cpu")
+    if has_gpu():
+        found.sections["Operators on the GPU"] = operators("cuda")
     if model is not None:
         found.sections[f"KV cache for {model}"] = kv_plan(model, kv_budget_gb)
     checks: tuple[Callable[[], Check], ...] = (
@@ -111,7 +113,13 @@ def machine() -> Rows:
     return [*rows, ("GPUs", ", ".join(gpus) or "none that this torch can use")]
 
 
-def operators() -> Rows:
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def operators(device: str) -> Rows:
     """Which backend each operation takes for fp32 and bf16, and why."""
     import torch
 
@@ -121,9 +129,9 @@ def operators() -> Rows:
         warnings.simplefilter("ignore", RuntimeWarning)  # check_native says it with its remedy
         for name in OPERATIONS:
             for dtype in (torch.float32, torch.bfloat16):
-                resolve(name, "cpu", dtype)
-    rows = [(what, f"{backend} ({reason})") for what, backend, reason in describe()]
-    native = native_module()
+                resolve(name, device, dtype)
+    rows = [(what, f"{backend} ({reason})") for what, backend, reason in describe() if f"[{device}, " in what]
+    native = native_module() if device == "cpu" else None
     return rows if native is None else [("native instruction set", native.cpu_level()), *rows]
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
+from dataclasses import fields
 from pathlib import Path
 
 HELP = "show versions, backends, threads and memory, and check that they work together"
 EPILOG = """examples:
   sagc-fast doctor                                        everything on one screen; exit status 1 when a check fails
   sagc-fast doctor --model models/SmolLM2-135M-Instruct   how many sequences a KV budget holds with this model
-  sagc-fast doctor --json                                 the same for scripts"""
+  sagc-fast doctor --json                                 the same for scripts
+  sagc-fast doctor --warm --model models/Llama-3.2-3B     compile and tune the Triton kernels ahead"""
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 
@@ -18,12 +22,17 @@ MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", type=Path, help="model folder to plan the KV cache for")
     parser.add_argument("--kv-budget-gb", metavar="GB", type=float, default=2.0, help="default: 2.0")
+    parser.add_argument(
+        "--warm", action="store_true", help="compile and tune the Triton kernels for --model (default: common shapes)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the screen")
 
 
 def run(args: argparse.Namespace) -> int:
     from sagc_fast.commands._diagnosis import diagnose
 
+    if args.warm:
+        _warm(args.model)
     report = diagnose(args.model, args.kv_budget_gb)
     if args.json:
         print(json.dumps(report.to_dict()))
@@ -36,3 +45,24 @@ def run(args: argparse.Namespace) -> int:
         for check in report.checks:
             print(f"  {MARKS[check.status]}  {check.sentence}")
     return 1 if report.has_failed else 0
+
+
+def _warm(model: Path | None) -> None:
+    """Launch every kernel once at the shapes of the model; Triton keeps what it compiled and measured on disk."""
+    import torch
+
+    from sagc_fast.model.loader import load_config
+    from sagc_fast.ops.backend import use_backend
+
+    with use_backend("triton"):  # raises with its remedy where there is no GPU
+        from sagc_fast.kernels.aot import SHAPES, Shape, launch_all
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        shapes = SHAPES
+        if model is not None:
+            config = load_config(model)
+            shapes = {str(model): Shape(**{field.name: getattr(config, field.name) for field in fields(Shape)})}
+        for name, shape in shapes.items():
+            started = time.perf_counter()
+            launch_all(shape, torch.bfloat16, device)
+            print(f"Triton kernels for {name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)

@@ -1,18 +1,26 @@
 """The operations of the model, each with one signature and a choice of backends.
 
-``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention`` and ``sample_tokens``
-serve the rollout, without gradients; in fp32 on the CPU each computes a row the same way, bit for bit, whatever the
-other rows. ``Decoder`` runs all of them for a whole step in native code. ``varlen_attention`` and ``token_logprobs``
-serve training and are differentiable. The plain-torch functions of the same names (reference.py, paged.py, sampling.py,
-varlen.py, logprobs.py) document shapes and serve as oracles.
+``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens`` and
+``sample_keyed_tokens`` serve the rollout, without gradients; in fp32 on the CPU each computes a row the same way, bit
+for bit, whatever the other rows. ``Decoder`` runs all of them for a whole step in native code. ``varlen_attention`` and
+``token_logprobs`` serve training and are differentiable. The plain-torch functions of the same names (reference.py,
+paged.py, sampling.py, varlen.py, logprobs.py) document shapes and serve as oracles.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sagc_fast.ops import logprobs, paged, reference, sampling, varlen
-from sagc_fast.ops.backend import describe, native_module, resolve, set_backend, use_backend
+from sagc_fast.ops import logprobs, noise, paged, reference, sampling, varlen
+from sagc_fast.ops.backend import (
+    describe,
+    flash_module,
+    native_module,
+    resolve,
+    set_backend,
+    triton_module,
+    use_backend,
+)
 from sagc_fast.ops.decoder import Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 
@@ -29,6 +37,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rope_and_cache",
+    "sample_keyed_tokens",
     "sample_tokens",
     "set_backend",
     "silu_mul",
@@ -47,8 +56,11 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """See :func:`sagc_fast.ops.reference.rms_norm`."""
-    if resolve("rms_norm", x_TE.device.type, x_TE.dtype) == "native":
+    backend = resolve("rms_norm", x_TE.device.type, x_TE.dtype)
+    if backend == "native":
         return native_module().rms_norm(x_TE, weight_E, eps)
+    if backend == "triton":
+        return triton_module().rms_norm(x_TE, weight_E, eps)
     return reference.rms_norm(x_TE, weight_E, eps)
 
 
@@ -56,15 +68,21 @@ def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`sagc_fast.ops.reference.add_rms_norm`."""
-    if resolve("add_rms_norm", x_TE.device.type, x_TE.dtype) == "native":
+    backend = resolve("add_rms_norm", x_TE.device.type, x_TE.dtype)
+    if backend == "native":
         return native_module().add_rms_norm(x_TE, residual_TE, weight_E, eps)
+    if backend == "triton":
+        return triton_module().add_rms_norm(x_TE, residual_TE, weight_E, eps)
     return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """See :func:`sagc_fast.ops.reference.silu_mul`."""
-    if resolve("silu_mul", gate_up_T2F.device.type, gate_up_T2F.dtype) == "native":
+    backend = resolve("silu_mul", gate_up_T2F.device.type, gate_up_T2F.dtype)
+    if backend == "native":
         return native_module().silu_mul(gate_up_T2F)
+    if backend == "triton":
+        return triton_module().silu_mul(gate_up_T2F)
     return reference.silu_mul(gate_up_T2F)
 
 
@@ -80,34 +98,43 @@ def rope_and_cache(
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`sagc_fast.ops.reference.rope_and_cache`."""
-    if _is_native_with_cache("rope_and_cache", q_THD, k_cache):
-        return native_module().rope_and_cache(
-            q_THD, k_TKD, v_TKD, cos_PD2, sin_PD2, positions_T, k_cache, v_cache, slots_T
-        )
-    return reference.rope_and_cache(q_THD, k_TKD, v_TKD, cos_PD2, sin_PD2, positions_T, k_cache, v_cache, slots_T)
+    arguments = (q_THD, k_TKD, v_TKD, cos_PD2, sin_PD2, positions_T, k_cache, v_cache, slots_T)
+    backend = _resolve_with_cache("rope_and_cache", q_THD, k_cache)
+    if backend == "native":
+        return native_module().rope_and_cache(*arguments)
+    if backend == "triton":
+        return triton_module().rope_and_cache(*arguments)
+    return reference.rope_and_cache(*arguments)
 
 
 def paged_attention(
     q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: PagedLayout, scale: float
 ) -> torch.Tensor:
     """See :func:`sagc_fast.ops.paged.paged_attention`."""
-    if _is_native_with_cache("paged_attention", q_THD, k_cache):
+    backend = _resolve_with_cache("paged_attention", q_THD, k_cache)
+    if backend == "native":
         return native_module().paged_attention(q_THD, k_cache, v_cache, layout, scale)
+    if backend == "triton":
+        return triton_module().paged_attention(q_THD, k_cache, v_cache, layout, scale)
     return paged.paged_attention(q_THD, k_cache, v_cache, layout, scale)
 
 
-def _is_native_with_cache(op: str, q_THD: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """The cache's dtype may differ from the model's; native only where both are served."""
+def _resolve_with_cache(op: str, q_THD: torch.Tensor, k_cache: torch.Tensor) -> str:
+    """The cache's dtype may differ from the model's; a fast backend only where both are served."""
     device = q_THD.device.type
-    return resolve(op, device, q_THD.dtype) == resolve(op, device, k_cache.dtype) == "native"
+    backend = resolve(op, device, q_THD.dtype)
+    return backend if backend == resolve(op, device, k_cache.dtype) else "torch"
 
 
 def varlen_attention(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: PackedLayout, scale: float
 ) -> torch.Tensor:
     """See :func:`sagc_fast.ops.varlen.varlen_attention`."""
-    if resolve("varlen_attention", q_THD.device.type, q_THD.dtype) == "native":
-        return native_module().varlen_attention(q_THD, k_TKD, v_TKD, layout, scale)
+    backend = resolve("varlen_attention", q_THD.device.type, q_THD.dtype)
+    if backend == "flash" and q_THD.shape[-1] <= flash_module().MAX_HEAD_DIM:
+        return flash_module().varlen_attention(q_THD, k_TKD, v_TKD, layout, scale)
+    if backend == "triton":
+        return triton_module().varlen_attention(q_THD, k_TKD, v_TKD, layout, scale)
     return varlen.varlen_attention(q_THD, k_TKD, v_TKD, layout, scale)
 
 
@@ -119,8 +146,11 @@ def token_logprobs(
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`sagc_fast.ops.logprobs.token_logprobs`."""
-    if resolve("token_logprobs", hidden_NE.device.type, hidden_NE.dtype) == "native":
+    backend = resolve("token_logprobs", hidden_NE.device.type, hidden_NE.dtype)
+    if backend == "native":
         return native_module().token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk)
+    if backend == "triton":
+        return triton_module().token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk)
     return logprobs.token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk)
 
 
@@ -133,6 +163,28 @@ def sample_tokens(
     min_p_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`sagc_fast.ops.sampling.sample_tokens`."""
-    if resolve("sample_tokens", logits_RV.device.type, logits_RV.dtype) == "native":
+    backend = resolve("sample_tokens", logits_RV.device.type, logits_RV.dtype)
+    if backend == "native":
         return native_module().sample_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
+    if backend == "triton":
+        return triton_module().sample_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
     return sampling.sample_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
+
+
+def sample_keyed_tokens(
+    logits_RV: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    temperature_R: torch.Tensor,
+    top_k_R: torch.Tensor | None = None,
+    top_p_R: torch.Tensor | None = None,
+    min_p_R: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`sample_tokens` whose uniform numbers are made on the device.
+
+    ``keys`` are int64 [R]: seed, prompt id (both the bits of unsigned numbers), sample index, position; the numbers are
+    those of :mod:`sagc_fast.rollout.noise`. The Triton kernels never wait for the device: they mark a row whose logits
+    are not finite by log-prob NaN, token 0.
+    """
+    if resolve("sample_keyed_tokens", logits_RV.device.type, logits_RV.dtype) == "triton":
+        return triton_module().sample_keyed_tokens(logits_RV, keys, temperature_R, top_k_R, top_p_R, min_p_R)
+    return sample_tokens(logits_RV, noise.uniforms(*keys), temperature_R, top_k_R, top_p_R, min_p_R)

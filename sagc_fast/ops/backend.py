@@ -1,7 +1,9 @@
-"""The one place that chooses between the native operators and plain torch.
+"""The one place that chooses between the backends of an operation.
 
-Order: :func:`set_backend` / :func:`use_backend`, then the environment variable ``SAGC_BACKEND``, then automatic: native
-where ``sagc_fast._C`` is built and serves the operation on that device and dtype, else torch with one warning.
+Order: :func:`set_backend` / :func:`use_backend`, then the environment variable ``SAGC_BACKEND``, then automatic by
+device: on the CPU ``native`` (``sagc_fast._C``), on CUDA ``flash`` (the flash-attn package, training attention alone)
+and ``triton``, each where it is there and serves the operation for that dtype; else plain ``torch``, with one warning
+where something that would be faster is missing.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from sagc_fast.errors import BackendError
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["native", "torch"]
-BACKENDS: tuple[Backend, ...] = ("native", "torch")
+Backend = Literal["native", "triton", "flash", "torch"]
+BACKENDS: tuple[Backend, ...] = ("native", "triton", "flash", "torch")
 ENVIRONMENT_VARIABLE = "SAGC_BACKEND"
 
 _forced: Backend | None = None
 _choices: dict[tuple[str, str, torch.dtype], tuple[Backend, str]] = {}
 _has_warned = False
+AUTOMATIC: dict[str, tuple[Backend, ...]] = {"cpu": ("native",), "cuda": ("flash", "triton")}
+"""What is tried on a device when nobody asked for a backend, in this order."""
 
 
 @functools.cache
@@ -41,9 +45,35 @@ def native_module() -> ModuleType | None:
     return native if native.available_ops() else None
 
 
+@functools.cache
+def triton_module() -> ModuleType | None:
+    """The module of Triton kernels, or None when Triton is not installed or has neither a GPU nor its interpreter."""
+    try:
+        from sagc_fast.ops import triton_ops
+    except ImportError as error:
+        log.debug("no Triton kernels: %s", error)
+        return None
+    return triton_ops if triton_ops.available_ops() else None
+
+
+@functools.cache
+def flash_module() -> ModuleType | None:
+    """The module around the flash-attn package, or None when that is not installed or does not load."""
+    try:
+        from sagc_fast.ops import flash
+    except (ImportError, OSError) as error:
+        log.debug("no flash-attn: %s", error)
+        return None
+    return flash
+
+
+def _module(name: Backend) -> ModuleType | None:
+    return {"native": native_module, "triton": triton_module, "flash": flash_module}[name]()
+
+
 def set_backend(name: Backend | None) -> None:
-    """Use ``"native"`` or ``"torch"`` for every operation from now on; ``None`` returns to the environment variable and
-    the automatic choice. Raises BackendError for an unknown name, or when native operators are asked for but not built.
+    """Use one backend for every operation that it has from now on; ``None`` returns to the environment variable and the
+    automatic choice. Raises BackendError for an unknown name, or for a backend that is not there.
     """
     global _forced
     _forced = None if name is None else _checked(name, "set_backend")
@@ -85,35 +115,54 @@ def _choose(op: str, device_type: str, dtype: torch.dtype) -> tuple[Backend, str
         asked = _checked(os.environ[ENVIRONMENT_VARIABLE], source)
     if asked == "torch":
         return "torch", f"asked for by {source}"
-    native = native_module()
-    if native is None:
-        _warn_once()
-        return "torch", "sagc_fast._C is not built"
-    if op not in native.available_ops():
-        return "torch", "the native library has no such operation"
-    if not native.supports(op, device_type, dtype):
-        return "torch", f"no native {op} for {device_type} {dtype}"
-    return "native", f"asked for by {source}" if asked else "automatic"
+    # flash-attn has one operation; asking for it leaves the others automatic.
+    is_automatic = asked is None or (asked == "flash" and op != "varlen_attention")
+    reason = f"nothing faster for {device_type}"
+    for name in AUTOMATIC.get(device_type, ()) if is_automatic else (asked,):
+        module = _module(name)
+        if module is None:
+            if name != "flash":
+                _warn_once(name)
+                reason = MISSING[name]
+        elif op not in module.available_ops():
+            if name != "flash":
+                reason = f"{name} has no such operation"
+        elif not module.supports(op, device_type, dtype):
+            reason = f"no {name} {op} for {device_type} {dtype}"
+        else:
+            return name, "automatic" if is_automatic else f"asked for by {source}"
+    return "torch", reason
+
+
+MISSING = {
+    "native": "sagc_fast._C is not built",
+    "triton": "Triton is not there, or no GPU of compute capability 8.0 or later for it",
+    "flash": "flash-attn is not installed",
+}
+REMEDY = {
+    "native": "reinstall with a C++ compiler on the machine",
+    "triton": "install triton 3.6 or later (its CPU interpreter runs where TRITON_INTERPRET=1 is set)",
+    "flash": "pip install flash-attn, which needs a CUDA compiler",
+}
 
 
 def _checked(name: str, source: str) -> Backend:
     if name not in BACKENDS:
         raise BackendError(f"Backend {name!r} ({source}) is unknown; use one of {', '.join(BACKENDS)}.")
-    if name == "native" and native_module() is None:
+    if name != "torch" and _module(name) is None:
         raise BackendError(
-            f"Backend 'native' ({source}) is not there: sagc_fast._C is not built; reinstall with a C++ compiler on "
-            "the machine, or use 'torch'."
+            f"Backend {name!r} ({source}) is not there: {MISSING[name]}; {REMEDY[name]}, or use 'torch'."
         )
     return name
 
 
-def _warn_once() -> None:
+def _warn_once(name: Backend) -> None:
     global _has_warned
     if not _has_warned:
         _has_warned = True
         warnings.warn(
-            "sagc_fast runs on its plain-torch operators, which are several times slower: sagc_fast._C is not built; "
-            f"reinstall with a C++ compiler on the machine, or set {ENVIRONMENT_VARIABLE}=torch to silence this.",
+            f"sagc_fast runs on its plain-torch operators, which are several times slower: {MISSING[name]}; "
+            f"{REMEDY[name]}, or set {ENVIRONMENT_VARIABLE}=torch to silence this.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -25,7 +25,7 @@ from sagc_fast.algo.advantage import group_advantages
 from sagc_fast.algo.config import Algorithm
 from sagc_fast.algo.filters import truncation_mask
 from sagc_fast.algo.logprobs import LogprobDifference, logprob_difference, merge_differences
-from sagc_fast.algo.loss import LossMetrics, loss_normalizer, policy_loss
+from sagc_fast.algo.loss import LossMetrics, linear_policy_loss, loss_normalizer
 from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
 from sagc_fast.config import UpdateOptions
 from sagc_fast.profiling import annotate, ranged
@@ -205,18 +205,20 @@ class PolicyUpdater:
         rollout: list[torch.Tensor] = []
         for place, micro_batch in enumerate(self._pack(items)):
             self._seed_dropout(place)
-            logp_N, entropy_N = self._forward(self.model, micro_batch)
+            hidden_NE = self._hidden(self.model, micro_batch)
             rollout_logp_N = _gather(batch.rollout_logp, micro_batch)
-            output = policy_loss(
-                logp_N,
+            output, logp_N = linear_policy_loss(
+                hidden_NE,
+                self.model.trained_head,
+                micro_batch.targets_N,
                 _gather(batch.old_logp, micro_batch),
                 batch.advantages_C[micro_batch.rows],
                 micro_batch.completion_index_N,
+                temperature=self.temperature,
                 config=self.algorithm.loss,
                 normalizer=normalizer,
                 ref_logp_N=None if batch.ref_logp is None else _gather(batch.ref_logp, micro_batch),
                 rollout_logp_N=rollout_logp_N,
-                entropy_N=entropy_N,
             )
             loss = float(output.loss.detach())
             if not math.isfinite(loss):
@@ -227,7 +229,7 @@ class PolicyUpdater:
             sums.loss += loss
             sums.num_tokens += micro_batch.num_tokens
             sums.metrics = output.metrics if sums.metrics is None else sums.metrics + output.metrics
-            on_policy.append(logp_N.detach())
+            on_policy.append(logp_N)
             rollout.append(rollout_logp_N)
         if on_policy:
             sums.difference = logprob_difference(torch.cat(on_policy), torch.cat(rollout))
@@ -285,14 +287,13 @@ class PolicyUpdater:
         return pack(items, self.options.micro_batch_tokens, width, self.model.device)
 
     @ranged("forward")
-    def _forward(self, model: Transformer, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob, entropy) of every completion token under the sampled distribution's temperature."""
+    def _hidden(self, model: Transformer, micro_batch: MicroBatch) -> torch.Tensor:
+        """Hidden states [N, E] that predict the completion tokens."""
         hidden_TE = model.forward_packed(
             micro_batch.token_ids_T, micro_batch.layout, self.options.checkpoint_activations
         )
         # index_select, not indexing: its backward adds duplicates (a prompt's last token) in a fixed order.
-        hidden_NE = hidden_TE.index_select(0, micro_batch.source_rows_N)
-        return ops.token_logprobs(hidden_NE, model.trained_head, micro_batch.targets_N, self.temperature)
+        return hidden_TE.index_select(0, micro_batch.source_rows_N)
 
     def _reference_logprobs(self, items: Sequence[PackItem], like: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Under the model that the loss or reward penalises the distance to; adapters have it below them."""
@@ -308,7 +309,8 @@ class PolicyUpdater:
         """Log-probs of every completion of ``items`` under ``model``, by row; rows that take no part stay zero."""
         own: dict[int, torch.Tensor] = {}
         for micro_batch in self._pack(self._own_share([item for item in items if item.rows])):
-            logp_N, _ = self._forward(model, micro_batch)
+            hidden_NE = self._hidden(model, micro_batch)
+            logp_N, _ = ops.token_logprobs(hidden_NE, model.trained_head, micro_batch.targets_N, self.temperature)
             logp_N = logp_N.cpu() if self.processes.size > 1 else logp_N
             lengths = [len(like[row]) for row in micro_batch.rows]
             own.update(zip(micro_batch.rows, logp_N.split(lengths), strict=True))

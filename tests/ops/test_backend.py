@@ -71,7 +71,9 @@ def test_environment_variable_forces_and_set_backend_overrides_it(
 
 
 def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BackendError, match=r"'cuda' \(set_backend\) is unknown; use one of native, torch"):
+    with pytest.raises(
+        BackendError, match=r"'cuda' \(set_backend\) is unknown; use one of native, triton, flash, torch"
+    ):
         ops.set_backend("cuda")
     monkeypatch.setenv("SAGC_BACKEND", "fast")
     with pytest.raises(BackendError, match="SAGC_BACKEND"):
@@ -102,3 +104,35 @@ def test_a_missing_library_warns_once_and_only_when_nobody_asked_for_torch(monke
         ops.rms_norm(x, x[0], 1e-6)
     assert len(caught) == 1
     assert "sagc_fast._C is not built" in str(caught[0].message)
+
+
+@pytest.fixture
+def fake_triton(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("triton_ops")
+    module.available_ops = lambda: {"silu_mul", "varlen_attention"}
+    module.supports = lambda op, device_type, dtype: device_type == "cuda" and dtype == torch.bfloat16
+    monkeypatch.setattr(backend, "triton_module", lambda: module)
+    monkeypatch.setattr(backend, "flash_module", lambda: None)
+    return module
+
+
+def test_triton_serves_cuda_and_the_cpu_stays_native(fake_triton: types.ModuleType, fake_native) -> None:
+    assert backend.resolve("silu_mul", "cuda", torch.bfloat16) == "triton"
+    assert backend.resolve("varlen_attention", "cuda", torch.bfloat16) == "triton"
+    assert backend.resolve("silu_mul", "cuda", torch.float64) == "torch"
+    assert backend.resolve("linear", "cuda", torch.bfloat16) == "torch"
+    assert backend.resolve("silu_mul", "cpu", torch.float32) == "native"
+    assert ops.describe()[0][1:] == ("torch", "triton has no such operation")
+    with ops.use_backend("triton"):
+        assert backend.resolve("silu_mul", "cuda", torch.bfloat16) == "triton"
+        assert backend.resolve("silu_mul", "cpu", torch.float32) == "torch"
+
+
+def test_a_gpu_without_triton_warns_once_and_asking_for_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "triton_module", lambda: None)
+    monkeypatch.setattr(backend, "flash_module", lambda: None)
+    monkeypatch.setattr(backend, "_has_warned", False)
+    with pytest.warns(RuntimeWarning, match="Triton is not there, or no GPU .* install triton 3.6 or later"):
+        assert backend.resolve("silu_mul", "cuda", torch.bfloat16) == "torch"
+    with pytest.raises(BackendError, match=r"'triton' \(set_backend\) is not there"):
+        ops.set_backend("triton")

@@ -74,3 +74,11 @@ def test_torch_outside_the_tested_releases_is_a_warning(monkeypatch, version, st
 def test_more_threads_than_cores_is_a_warning(monkeypatch):
     monkeypatch.setattr(diagnosis, "num_cores", lambda: 0)
     assert diagnosis.check_threads().status == "warning"
+
+
+def test_warming_kernels_without_a_gpu_says_what_is_missing(monkeypatch, capsys):
+    from sagc_fast.ops import backend
+
+    monkeypatch.setattr(backend, "triton_module", lambda: None)
+    assert main(["doctor", "--warm"]) == 2
+    assert "Backend 'triton' (set_backend) is not there" in capsys.readouterr().err

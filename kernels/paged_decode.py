@@ -1,0 +1,115 @@
+"""Decode attention over the part of its context that a row does not share: one query token, paged cache, split KV.
+
+A program takes one row, one kv head and one split of the row's private positions; the query heads of the group go
+through the tensor cores together, so k and v are read once. Each split leaves its output and log-sum-exp for
+merge_splits (flash-decoding, Dao et al. 2023). The shared part comes from group_decode.
+
+Memory bound: reads 2 x private positions x D x bytes per row and kv head, at about GROUP operations per byte. The grid
+has rows x K x splits programs; the launcher's caller picks the splits to fill the device.
+
+Shape suffixes: T tokens, S sequences, B block-table columns, H query heads, K kv heads, G heads of a group (padded),
+D head width, N keys of a block, P splits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from sagc_fast.kernels._launch import LOG2E, block_of
+
+
+@triton.jit(do_not_specialize=["first_split"])
+def paged_decode_kernel(
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, cu_query_ptr, context_ptr, shared_ptr, tables_ptr, scale_log2,
+    stride_qt, stride_qh, stride_block, stride_kvh, stride_ps, stride_ph, stride_ls, stride_lh, stride_table,
+    first_split,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    row = tl.load(cu_query_ptr + sequence)
+    if tl.load(cu_query_ptr + sequence + 1) - row != 1:
+        return
+    context = tl.load(context_ptr + sequence)
+    shared = tl.load(shared_ptr + sequence)
+    share = tl.cdiv(tl.cdiv(context - shared, num_splits), BLOCK_N) * BLOCK_N
+    low = shared + split * share
+    high = tl.minimum(low + share, context)
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, BLOCK_D)
+    heads_G = kv_head * GROUP + offs_g
+    is_in_GD = (offs_g < GROUP)[:, None] & (offs_d < D)[None, :]
+    q_GD = tl.load(
+        q_ptr + row.to(tl.int64) * stride_qt + heads_G[:, None] * stride_qh + offs_d[None, :], mask=is_in_GD, other=0.0
+    )
+    table_ptr = tables_ptr + sequence.to(tl.int64) * stride_table
+    k_head_ptr = k_ptr + kv_head * stride_kvh
+    v_head_ptr = v_ptr + kv_head * stride_kvh
+    top_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total_G = tl.zeros([BLOCK_G], tl.float32)
+    acc_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(low, high, BLOCK_N):
+        keys_N = start + tl.arange(0, BLOCK_N)
+        is_key_N = keys_N < high
+        pages_N = tl.load(table_ptr + keys_N // PAGE, mask=is_key_N, other=0).to(tl.int64)
+        offs_ND = (pages_N * stride_block + (keys_N % PAGE) * D)[:, None] + offs_d[None, :]
+        is_in_ND = is_key_N[:, None] & (offs_d < D)[None, :]
+        k_ND = tl.load(k_head_ptr + offs_ND, mask=is_in_ND, other=0.0).to(q_GD.dtype)
+        v_ND = tl.load(v_head_ptr + offs_ND, mask=is_in_ND, other=0.0).to(q_GD.dtype)
+        scores_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+        scores_GN = tl.where(is_key_N[None, :], scores_GN, float("-inf"))
+        new_top_G = tl.maximum(top_G, tl.max(scores_GN, 1))
+        weights_GN = tl.exp2(scores_GN - new_top_G[:, None])
+        shrink_G = tl.exp2(top_G - new_top_G)
+        total_G = total_G * shrink_G + tl.sum(weights_GN, 1)
+        acc_GD = acc_GD * shrink_G[:, None]
+        acc_GD = tl.dot(weights_GN.to(q_GD.dtype), v_ND, acc_GD, input_precision="ieee")
+        top_G = new_top_G
+    # An empty split says so by its log-sum-exp alone; merge_splits does not read its output.
+    place = first_split + split
+    lse_G = tl.where(high > low, top_G + tl.log2(total_G), float("-inf"))
+    lse_ptrs = lse_ptr + sequence.to(tl.int64) * stride_ls + heads_G * stride_lh + place
+    tl.store(lse_ptrs, lse_G, mask=offs_g < GROUP)
+    if high > low:
+        part_ptrs = part_ptr + sequence.to(tl.int64) * stride_ps + heads_G[:, None] * stride_ph + place * D
+        tl.store(part_ptrs + offs_d[None, :], acc_GD / total_G[:, None], mask=is_in_GD)
+
+
+def paged_decode(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    part_SHPD: torch.Tensor,
+    lse_SHP: torch.Tensor,
+    cu_query_S1: torch.Tensor,
+    context_lens_S: torch.Tensor,
+    shared_lens_S: torch.Tensor,
+    block_tables_SB: torch.Tensor,
+    first_split: int,
+    num_splits: int,
+    scale: float,
+) -> None:
+    """Fill splits ``first_split`` to ``first_split + num_splits`` for every sequence that brings one token.
+
+    Args:
+        q_THD: fp32, bf16 or fp16, the last axis contiguous; D up to 256.
+        k_cache, v_cache: [num_blocks, K, block_size, D], contiguous.
+        part_SHPD, lse_SHP: fp32, contiguous; outputs of the splits and their log-sum-exps to base 2.
+        shared_lens_S: int32, leading positions that group_decode serves (0: none); below the context.
+        cu_query_S1, context_lens_S, block_tables_SB: int32, as in sagc_fast.ops.layouts.PagedLayout.
+    """
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv_heads, page = k_cache.shape[1:3]
+    group, width = num_heads // num_kv_heads, block_of(head_dim, 32)
+    if len(context_lens_S):
+        paged_decode_kernel[(len(context_lens_S), num_kv_heads, num_splits)](
+            q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu_query_S1, context_lens_S, shared_lens_S, block_tables_SB,
+            scale * LOG2E, *q_THD.stride()[:2], k_cache.stride(0), k_cache.stride(1), *part_SHPD.stride()[:2],
+            *lse_SHP.stride()[:2], block_tables_SB.stride(0), first_split,
+            GROUP=group, BLOCK_G=block_of(group), PAGE=page, D=head_dim, BLOCK_D=width,
+            BLOCK_N=32 if width > 128 else 64, num_warps=4, num_stages=3,
+        )  # fmt: skip

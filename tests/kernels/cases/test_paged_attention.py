@@ -1,0 +1,97 @@
+"""Paged attention by Triton: prefill chunks, split decode rows and siblings over a shared prompt, in one step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sagc_fast.ops import paged, triton_ops
+from sagc_fast.ops.layouts import PagedLayout
+
+SCALE = 0.3
+PAGE = 16
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def _step(
+    sequences: list[tuple[int, int, int, int]], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedLayout]:
+    """q, caches, layout of sequences (context, query tokens, share group or -1, shared blocks). Slots past a context
+    hold NaN, and so do the blocks of nobody."""
+    generator = torch.Generator().manual_seed(heads + head_dim)
+    columns = max(-(-context // PAGE) for context, *_ in sequences)
+    num_blocks = len(sequences) * columns + 1
+    order = torch.randperm(num_blocks, generator=generator).int()
+    tables = order[: len(sequences) * columns].view(len(sequences), columns).clone()
+    caches = [torch.full((num_blocks, kv_heads, PAGE, head_dim), float("nan")) for _ in "kv"]
+    leaders: dict[int, int] = {}
+    for s, (context, _, group, shared) in enumerate(sequences):
+        if group >= 0:
+            tables[s, :shared] = tables[leaders.setdefault(group, s), :shared]
+        for block in range(-(-context // PAGE)):
+            filled = min(PAGE, context - block * PAGE)
+            for cache in caches:
+                cache[tables[s, block].long(), :, :filled] = torch.randn(
+                    kv_heads, filled, head_dim, generator=generator
+                )
+    positions = torch.cat([torch.arange(context - n, context) for context, n, *_ in sequences])
+    lengths = torch.tensor([n for _, n, *_ in sequences])
+    q = torch.randn(len(positions), heads, head_dim, generator=generator)
+    layout = PagedLayout(
+        positions_T=positions,
+        cu_query_S1=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
+        context_lens_S=torch.tensor([context for context, *_ in sequences]).int(),
+        block_tables_SB=tables,
+        slots_T=torch.zeros(0, dtype=torch.int64),
+        logits_rows_R=torch.zeros(0, dtype=torch.int64),
+        share_group_S=torch.tensor([group for *_, group, _ in sequences]).int(),
+        shared_blocks_S=torch.tensor([shared for *_, shared in sequences]).int(),
+        max_query_len=int(lengths.max()),
+        max_context_len=max(context for context, *_ in sequences),
+    )
+    return q.to(dtype), *(cache.to(dtype) for cache in caches), layout
+
+
+def _compare(step: tuple, device: torch.device) -> None:
+    q, k, v, layout = step
+    wanted = paged.paged_attention(q.float(), k.float(), v.float(), layout, SCALE)
+    fields = {name: x.to(device) for name, x in layout.__dict__.items() if isinstance(x, torch.Tensor)}
+    moved = replace(layout, **fields)
+    found = triton_ops.paged_attention(q.to(device), k.to(device), v.to(device), moved, SCALE)
+    assert found.dtype == q.dtype
+    assert (found.cpu().float() - wanted).abs().max() <= TOLERANCE[q.dtype]
+
+
+MIXED = [
+    (1, 1, -1, 0), (33, 1, 7, 2), (40, 1, 7, 2), (65, 1, 7, 2), (130, 1, 8, 1), (17, 17, -1, 0),
+    (90, 70, -1, 0), (3, 2, -1, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_decode_rows_siblings_and_chunks_in_one_step(dtype: torch.dtype, device: torch.device) -> None:
+    _compare(_step(MIXED, 3, 1, 32, dtype), device)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 8), (2, 1, 80), (1, 1, 256)], ids=str)
+def test_heads_and_widths(heads: tuple[int, int, int], device: torch.device) -> None:
+    _compare(_step([(20, 1, 0, 1), (18, 1, 0, 1), (9, 5, -1, 0)], *heads, torch.float32), device)
+
+
+def test_long_contexts_are_split(device: torch.device, monkeypatch) -> None:
+    monkeypatch.setattr(triton_ops, "KEYS_PER_SPLIT", 64)
+    _compare(_step([(300, 1, 3, 9), (150, 1, 3, 9), (64, 1, -1, 0)], 2, 1, 16, torch.float32), device)
+
+
+def test_more_siblings_than_a_tile_and_neighbours_with_other_prompts(device: torch.device) -> None:
+    siblings = triton_ops.siblings_per_tile(48)  # 128 rows hold two
+    rows = [(20 + i % 3, 1, 5, 1) for i in range(2 * siblings + 1)] + [(18, 1, 6, 1), (19, 1, 6, 1)]
+    _compare(_step(rows, 48, 1, 16, torch.float32), device)
+
+
+def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
+    q, k, v, layout = _step([(20, 1, 0, 1), (18, 1, 0, 1), (9, 5, -1, 0)], 2, 1, 16, torch.float32)
+    k, v = k.bfloat16(), v.bfloat16()
+    _compare((q, k, v, layout), device)
