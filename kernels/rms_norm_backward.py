@@ -62,6 +62,6 @@ def rms_norm_backward(
     rms_norm_backward_kernel[(num_programs,)](
         x_TE, weight_E, rstd_T, grad_TE, grad_sum_TE if has_grad_sum else grad_TE, grad_x_TE, parts, num_rows,
         x_TE.stride(0), grad_TE.stride(0), grad_sum_TE.stride(0) if has_grad_sum else 0, width,
-        HAS_GRAD_SUM=has_grad_sum, BLOCK_E=block, num_warps=min(16, max(1, block // 256)),
+        HAS_GRAD_SUM=has_grad_sum, BLOCK_E=block, num_warps=min(16, max(1, block // 128)),
     )  # fmt: skip
     return grad_x_TE, parts.sum(0).to(weight_E.dtype)
