@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import sagc_fast
+from sagc_fast.bench.machine import cpu_flags, cpu_name, memory_bytes, num_cores, version_of
 
 Status = Literal["ok", "warning", "failure"]
 Rows = list[tuple[str, str]]
@@ -247,56 +248,6 @@ def check_generation() -> Check:
     if [(c.token_ids, c.logprobs) for c in alone[0].completions] == wanted:
         return Check("ok", "A completion has the same bits alone and in a batch (tiny random model).")
     return Check("failure", "A completion differs between alone and in a batch; please report this with this output.")
-
-
-def version_of(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def cpu_flags() -> set[str]:
-    """Instruction-set names that the kernel reports; empty where it reports none."""
-    return set(_cpuinfo("flags").split())
-
-
-def cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def num_cores() -> int:
-    """Cores that this process may use: its affinity, narrowed by the container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.strip().isdigit():
-        cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
-
-
-def memory_bytes() -> tuple[int, int]:
-    """(total, available) in bytes, narrowed by the container's limit."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    total, available = (
-        int(fields[key].split()[0]) * 1024 if key in fields else 0 for key in ("MemTotal", "MemAvailable")
-    )
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    if limit.isdigit() and used.isdigit() and int(limit) < total:
-        total, available = int(limit), min(available, max(0, int(limit) - int(used)))
-    return total, available
-
-
-def _cpuinfo(key: str) -> str:
-    lines = (line.partition(":") for line in _read("/proc/cpuinfo").splitlines())
-    return next((value.strip() for name, _, value in lines if name.strip() == key), "")
-
-
-def _read(path: str) -> str:
-    """A file's text, or nothing where the system has no such file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def _package_folder() -> str:
