@@ -19,7 +19,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,12 @@ def band(runs: list[dict[str, np.ndarray]], axis: str) -> tuple[np.ndarray, np.n
     return x, y.mean(axis=0), y.min(axis=0), y.max(axis=0)
 
 
-def draw(task: str) -> None:
+def complete_seeds() -> list[int]:
+    """Seeds with every run there: cells are compared over the same seeds alone."""
+    return [seed for seed in SEEDS if all(is_done(cell) for cell in cells() if cell.seed == seed)]
+
+
+def draw(task: str, seeds: Sequence[int]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -176,7 +181,7 @@ def draw(task: str) -> None:
     for row, algorithm in zip(grid, ALGORITHMS, strict=True):
         for axes, (axis, label) in zip(row, axes_names.items(), strict=True):
             for controller in CONTROLLERS:
-                runs = [columns(Cell(task, algorithm, controller, seed)) for seed in SEEDS]
+                runs = [columns(Cell(task, algorithm, controller, seed)) for seed in seeds]
                 x, mean, low, high = band(runs, axis)
                 x = x / 1000 if axis == "tokens" else x
                 axes.fill_between(x, low, high, color=COLOURS[controller], alpha=0.18, linewidth=0)
@@ -192,10 +197,10 @@ def draw(task: str) -> None:
 
 
 def table() -> Iterator[str]:
-    """A line for every run."""
-    yield "| task | algorithm | G | seed | held-out | after | reward, last 5 | mean G | stragglers | tokens | CPU s |"
+    """A line for every run that there is."""
+    yield "| task | algorithm | G | seed | before | after | reward, last 5 | mean G | stragglers | tokens | CPU s |"
     yield "|" + "---|" * 11
-    for cell in sorted(cells(), key=lambda c: (TASKS.index(c.task), ALGORITHMS.index(c.algorithm))):
+    for cell in sorted(filter(is_done, cells()), key=lambda c: (TASKS.index(c.task), ALGORITHMS.index(c.algorithm))):
         run = columns(cell)
         accuracy = [float(r["accuracy"]) for r in rows_of(cell, "_heldout")]
         cells_of_row = (
@@ -207,14 +212,14 @@ def table() -> Iterator[str]:
         yield "| " + " | ".join(map(str, cells_of_row)) + " |"
 
 
-def summary() -> Iterator[str]:
-    """Means over the seeds, with the standard deviation of the accuracy over them."""
-    yield "| task | algorithm | G | held-out after (sd over seeds) | reward, last 5 steps | mean G | tokens | CPU s |"
+def summary(seeds: Sequence[int]) -> Iterator[str]:
+    """Means over the complete seeds, with the lowest and highest accuracy."""
+    yield "| task | algorithm | G | held-out after (lowest, highest) | reward, last 5 steps | mean G | tokens | CPU s |"
     yield "|" + "---|" * 8
     for task in TASKS:
         for algorithm in ALGORITHMS:
             for controller in CONTROLLERS:
-                group = [Cell(task, algorithm, controller, seed) for seed in SEEDS]
+                group = [Cell(task, algorithm, controller, seed) for seed in seeds]
                 runs = [columns(cell) for cell in group]
                 after = [[float(r["accuracy"]) for r in rows_of(cell, "_heldout")][-1] for cell in group]
 
@@ -223,18 +228,19 @@ def summary() -> Iterator[str]:
 
                 yield (
                     f"| {task} | {algorithm} | {LABELS[controller].removeprefix('G = ')} "
-                    f"| {mean(after):.3f} ({statistics.stdev(after):.3f}) "
+                    f"| {mean(after):.3f} ({min(after):.3f}, {max(after):.3f}) "
                     f"| {mean(r['reward_mean'][-WINDOW:].mean() for r in runs):.3f} "
                     f"| {mean(r['group_size'].mean() for r in runs):.1f} "
                     f"| {mean(r['tokens'][-1] for r in runs):,.0f} | {mean(r['cpu_seconds'][-1] for r in runs):.1f} |"
                 )
 
 
-def write_tables() -> None:
+def write_tables(seeds: Sequence[int]) -> None:
     start, end = TABLE_MARKS
     before, _, rest = DOCUMENT.read_text().partition(start)
     after = rest.partition(end)[2]
-    body = "\n".join(["", *summary(), "", "Every run:", "", *table(), ""])
+    of_seeds = f"Means over {len(seeds)} seeds ({', '.join(map(str, seeds))}):"
+    body = "\n".join(["", of_seeds, "", *summary(seeds), "", "Every run:", "", *table(), ""])
     DOCUMENT.write_text(f"{before}{start}\n{body}\n{end}{after}")
 
 
@@ -247,12 +253,13 @@ def main() -> None:
     if not args.draw_only:
         run_missing(args.work, *map(int, args.share.split("/")))
     if missing := [cell.name for cell in cells() if not is_done(cell)]:
-        raise SystemExit(
-            f"{len(missing)} runs are missing, the next {missing[0]}; the figures are drawn when all are there"
-        )
+        print(f"{len(missing)} of {len(cells())} runs are missing, the next {missing[0]}", flush=True)
+    seeds = complete_seeds()
+    if not seeds:
+        raise SystemExit("no seed has all its runs yet; figures are drawn from seeds that are complete")
     for task in TASKS:
-        draw(task)
-    write_tables()
+        draw(task, seeds)
+    write_tables(seeds)
 
 
 if __name__ == "__main__":

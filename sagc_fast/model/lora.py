@@ -217,6 +217,8 @@ class Adapters:
             for factor in ("lora_A", "lora_B"):
                 tensors[f"{PREFIX}{part.name}.{factor}.weight"] = getattr(part, factor).detach().cpu().contiguous()
         save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        mode = (folder / CONFIG_NAME).stat().st_mode  # the library makes files for the owner's eyes only
+        (folder / WEIGHTS_NAME).chmod(mode)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -75,6 +75,7 @@ class Trainer:
                 self._train_step()
                 self._evaluate_if_due()
                 self._checkpoint_if_due()
+            self._checkpoint_if_due()  # a signal may have come after the step's own
         return self.summary()
 
     @ranged(STEP)
@@ -196,6 +197,8 @@ class Trainer:
     def _checkpoint_if_due(self) -> None:
         is_new_best = self.config.checkpoint.keep_best and self.state.best_step == self.state.step
         every = self.config.checkpoint.every
+        if self._saved_step == self.state.step:
+            return
         if not (self._is_due(every, first=None) or is_new_best or self._is_stopping()):
             return
         started = time.perf_counter()
@@ -203,6 +206,7 @@ class Trainer:
         if self.processes.is_first:
             self._save_checkpoint(length_histories)
         self.processes.from_first(None)  # nobody goes on, or ends, before it is there
+        self._saved_step = self.state.step
         self._checkpoint_seconds = time.perf_counter() - started
 
     def _save_checkpoint(self, length_histories: list[dict[str, Any]]) -> None:
@@ -331,6 +335,7 @@ class Trainer:
         self.sampler = Sampler(
             self.engine, self.source, self.pool, self.params, filters, self.prompt_history, self.processes
         )
+        self._saved_step = None if checkpoint is None else checkpoint.step
         self._checkpoint_seconds = 0.0
         self._recent_seconds: deque[float] = deque(maxlen=20)
 

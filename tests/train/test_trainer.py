@@ -166,6 +166,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tiny, tmp_path, secti
         assert sum(r["num_preemptions"] for r in events(broken.run_dir, "step")) > 0
 
 
+def test_a_signal_between_a_steps_checkpoint_and_the_next_step_is_not_lost(tiny, tmp_path):
+    """The run used to end there without a checkpoint of what it had done."""
+    config = tiny(
+        run_dir=tmp_path / "late", evaluation={"num_problems": 0}, checkpoint={"every": 0, "keep_best": False}
+    )
+    trainer = Trainer(config)
+    original = trainer._checkpoint_if_due
+
+    def signalled_after():
+        original()
+        trainer.stop.is_set = True
+
+    trainer._checkpoint_if_due = signalled_after
+    assert trainer.fit()["is_interrupted"]
+    assert [p.name for p in (tmp_path / "late" / "checkpoints").iterdir()] == ["step-000001"]
+
+
 def test_adapters_are_trained_and_the_base_stays(tiny, policy):
     """Only the adapter is saved; with the base it is the policy that was trained, with the rollout's log-probs."""
     from sagc_fast.model.loader import load_model
