@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sagc_fast.kernels.group_decode import group_decode
 
 from sagc_fast.ops import paged, triton_ops
 from sagc_fast.ops.layouts import PagedLayout
@@ -95,3 +96,15 @@ def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
     q, k, v, layout = _step([(20, 1, 0, 1), (18, 1, 0, 1), (9, 5, -1, 0)], 2, 1, 16, torch.float32)
     k, v = k.bfloat16(), v.bfloat16()
     _compare((q, k, v, layout), device)
+
+
+def test_a_tile_of_siblings_writes_nothing_for_the_row_behind_them(device: torch.device) -> None:
+    """The neighbour's own program would repair it here, where programs run in turn; on a GPU they race."""
+    q, k, v, layout = _step([(20, 1, 5, 1), (19, 1, 5, 1), (18, 1, -1, 0)], 2, 1, 16, torch.float32)
+    integers = (layout.cu_query_S1, torch.tensor([16, 16, 0]).int(), torch.tensor([0, 0, 2]).int())
+    part, lse = torch.full((3, 2, 1, 16), 7.0, device=device), torch.full((3, 2, 1), 7.0, device=device)
+    q, k, v, cu, shared, runs, tables = (x.to(device) for x in (q, k, v, *integers, layout.block_tables_SB))
+    group_decode(q, k, v, part, lse, cu, shared, runs, tables, 1, SCALE)
+    assert (part[2] == 7.0).all()
+    assert (lse[2] == 7.0).all()
+    assert (lse[:2] != 7.0).all()

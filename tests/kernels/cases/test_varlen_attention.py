@@ -17,6 +17,7 @@ GROUPS = {
     "block_edges": [(64, (63, 65)), (128, (1, 128))],
     "empty_spans": [(0, (5, 0, 3)), (7, ()), (3, (0, 0))],
     "unequal_groups": [(5, (2, 40, 1, 9, 3)), (66, (30,)), (33, ())],
+    "a_tile_crosses_from_a_long_completion": [(3, (140, 20))],
     "short_completions_share_a_tile": [(20, tuple(range(1, 24)))],
 }
 
