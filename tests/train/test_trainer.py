@@ -359,15 +359,15 @@ def test_too_many_of_them_in_a_row_stop_the_run(tiny, monkeypatch):
 def poison(monkeypatch, trainer: Trainer, steps: set[int]) -> None:
     import sagc_fast.train.update as update
 
-    original = update.policy_loss
+    original = update.linear_policy_loss
 
     def poisoned(*args, **kwargs):
-        output = original(*args, **kwargs)
+        output, logp_N = original(*args, **kwargs)
         if trainer.state.step + 1 in steps:
-            return type(output)(output.loss * math.nan, output.metrics)
-        return output
+            output = type(output)(output.loss * math.nan, output.metrics)
+        return output, logp_N
 
-    monkeypatch.setattr(update, "policy_loss", poisoned)
+    monkeypatch.setattr(update, "linear_policy_loss", poisoned)
 
 
 @pytest.mark.parametrize(
