@@ -38,7 +38,7 @@ inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* 
     for (int c = 0; c < COLS; c++) acc[r][c] = Vec::zero();
 
   int64_t i = 0;
-#pragma GCC unroll 2
+#pragma GCC unroll(Vec::kWidth >= 16 ? 1 : 2)  // wide tiles are long enough
   for (; i + Dot::kWidth <= width; i += Dot::kWidth) {
     Operand a[ROWS];
 #pragma GCC unroll 16

@@ -1,6 +1,6 @@
 // y = x W^T (+ bias) with W row-major and unpacked.
 //
-// The columns of y are cut into panels of 16 weight rows, the rows of y into blocks whose x stays in the L2 cache; one panel
+// The columns of y are cut into panels of 16 or 32 weight rows, the rows of y into blocks whose x stays in the L2 cache; one panel
 // of one block is a work item. Within an item k is cut into ranges (a function of K alone) such that the panel's slice stays
 // in the L1 cache while all rows of the block pass by. An output is the sum, in ascending order of the ranges, of one dot
 // product per range, plus the bias: the same for every M, panel position and thread.
@@ -8,11 +8,10 @@
 
 namespace {
 
-constexpr int kPanel = 16;                 // weight rows per panel: a cache line of y, and a multiple of every tile's columns
-constexpr int64_t kPanelBytes = 24 * 1024;  // of its slice at most, in a 32 KB L1 cache
-constexpr int64_t kMaxBlock = 192;         // rows of x per block at most
+constexpr int64_t kPanelBytes = 24 * 1024;  // of a panel's slice at most, in a 32 KB L1 cache
+constexpr int kMaxPanel = 32;               // weight rows per panel at most
+constexpr int64_t kMaxBlock = 192;          // rows of x per block at most
 constexpr int64_t kBlockBytes = 256 * 1024;
-constexpr int64_t kPrefetchRows = 3;
 constexpr int kTileRows = Vec::kWidth >= 16 ? 6 : 3;  // as many as accumulators fit into the registers beside 4 columns
 
 // What differs between the products: how elements meet, and their types in memory.
@@ -21,8 +20,14 @@ struct Product {
   using Dot = DOT;
   using XType = X;
   using WType = W;
-  static constexpr int64_t kMaxRange = kPanelBytes / kPanel / static_cast<int64_t>(sizeof(X));
+  static constexpr int64_t kMaxRange = kPanelBytes / 16 / static_cast<int64_t>(sizeof(X));  // elements of k per range
 };
+
+// Weight rows per panel: 16, or 32 where so many fit, which makes a cache line of bf16 results.
+template <class P>
+int64_t panel_columns(int64_t K) {
+  return K <= P::kMaxRange / 2 ? kMaxPanel : kMaxPanel / 2;
+}
 
 template <class P>
 int64_t block_rows(int64_t K) {
@@ -55,9 +60,10 @@ template <class P>
 Prefetch prefetch_panel(const LinearArgs& a, int64_t column, int64_t rows) {
   using W = typename P::WType;
   Prefetch p;
-  if (rows < kPrefetchRows || column >= a.N || a.weight_stride != a.K) return p;
-  const int64_t columns = a.N - column < kPanel ? a.N - column : kPanel, range = range_size<P>(a.K);
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows * (kPanel / 4) * ((a.K + range - 1) / range);
+  if (column >= a.N || a.weight_stride != a.K) return p;
+  const int64_t most = panel_columns<P>(a.K), columns = a.N - column < most ? a.N - column : most;
+  const int64_t range = range_size<P>(a.K);
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows * (most / 4) * ((a.K + range - 1) / range);
   p.at = static_cast<const char*>(a.weight) + column * a.K * int64_t{sizeof(W)};
   p.end = p.at + columns * a.K * int64_t{sizeof(W)};
   p.lines_per_tile = ((p.end - p.at) / 64 + tiles - 1) / tiles;
@@ -69,45 +75,49 @@ template <class W>
 struct Panel {
   const W* w;
   int64_t stride, width;
-  int columns;  // of the 16; a tile that reaches beyond repeats the last one
+  int columns;  // a tile that reaches beyond repeats the last one
 };
 
-// Few rows take more columns at a time, to keep enough multiply-adds in flight.
-constexpr int tile_columns(int rows) { return rows <= 1 ? (kTileRows > 3 ? 16 : 8) : rows <= 3 && kTileRows > 3 ? 8 : 4; }
-
-template <class Dot, int ROWS, bool ACCUMULATE, class X, class W>
+// Four columns at a time also for few rows: they follow each other in memory, which is what makes memory fast.
+template <class P, int ROWS, bool ACCUMULATE, class X, class W>
 inline __attribute__((always_inline)) void panel_rows(const X* x, int64_t x_stride, const Panel<W>& panel, float* out,
                                                       Prefetch& prefetch) {
-  constexpr int COLS = tile_columns(ROWS);
   const X* xr[ROWS];
-  const W* wc[COLS];
+  const W* wc[4];
   float* o[ROWS];
-  for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride, o[r] = out + r * kPanel;
-  for (int c = 0; c < panel.columns; c += COLS) {
+  for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride, o[r] = out + r * kMaxPanel;
+  for (int c = 0; c < panel.columns; c += 4) {
     prefetch.advance();
-    for (int j = 0; j < COLS; j++) wc[j] = panel.w + (c + j < panel.columns ? c + j : panel.columns - 1) * panel.stride;
-    dot_tile<Dot, ROWS, COLS, ACCUMULATE>(xr, wc, panel.width, o);
-    for (int r = 0; r < ROWS; r++) o[r] += COLS;
+    for (int j = 0; j < 4; j++) wc[j] = panel.w + (c + j < panel.columns ? c + j : panel.columns - 1) * panel.stride;
+    dot_tile<typename P::Dot, ROWS, 4, ACCUMULATE>(xr, wc, panel.width, o);
+    for (int r = 0; r < ROWS; r++) o[r] += 4;
   }
 }
 
-template <class Dot, int ROWS, bool ACCUMULATE, class X, class W>
+template <class P, int ROWS, bool ACCUMULATE, class X, class W>
 void panel_few_rows(int64_t rows, const X* x, int64_t x_stride, const Panel<W>& panel, float* out, Prefetch& prefetch) {
   if (rows == ROWS)
-    panel_rows<Dot, ROWS, ACCUMULATE>(x, x_stride, panel, out, prefetch);
+    panel_rows<P, ROWS, ACCUMULATE>(x, x_stride, panel, out, prefetch);
   else if constexpr (ROWS > 1)
-    panel_few_rows<Dot, ROWS - 1, ACCUMULATE>(rows, x, x_stride, panel, out, prefetch);
+    panel_few_rows<P, ROWS - 1, ACCUMULATE>(rows, x, x_stride, panel, out, prefetch);
 }
 
-// All rows of a block against one panel slice.
-template <class Dot, bool ACCUMULATE, class X, class W>
-void panel_block(const X* x, int64_t x_stride, int64_t rows, const Panel<W>& panel, float* out, Prefetch& prefetch) {
-  int64_t r = 0;
-  for (; rows - r >= 2 * kTileRows || rows - r == kTileRows; r += kTileRows)
-    panel_rows<Dot, kTileRows, ACCUMULATE>(x + r * x_stride, x_stride, panel, out + r * kPanel, prefetch);
-  for (int64_t n; r < rows; r += n) {  // the last rows in equal parts
-    n = rows - r > kTileRows ? (rows - r + 1) / 2 : rows - r;
-    panel_few_rows<Dot, kTileRows, ACCUMULATE>(n, x + r * x_stride, x_stride, panel, out + r * kPanel, prefetch);
+// All rows of a block against one panel slice; done(r, n, sums) is told of rows [r, r + n) and where their sums are. With one
+// range only, they take turns in the same few rows of `out`.
+template <class P, bool ACCUMULATE, class X, class W, class Done>
+void panel_block(const X* x, int64_t x_stride, int64_t rows, const Panel<W>& panel, float* out, bool one_range,
+                 Prefetch& prefetch, const Done& done) {
+  for (int64_t r = 0, n; r < rows; r += n) {
+    const int64_t left = rows - r;
+    float* sums = out + (one_range ? 0 : r * kMaxPanel);
+    if (left >= 2 * kTileRows || left == kTileRows) {
+      n = kTileRows;
+      panel_rows<P, kTileRows, ACCUMULATE>(x + r * x_stride, x_stride, panel, sums, prefetch);
+    } else {  // the last rows in equal parts
+      n = left > kTileRows ? (left + 1) / 2 : left;
+      panel_few_rows<P, kTileRows, ACCUMULATE>(n, x + r * x_stride, x_stride, panel, sums, prefetch);
+    }
+    done(r, n, sums);
   }
 }
 
@@ -120,22 +130,39 @@ inline void widen_panel(const Panel<bf16_t>& panel, float* out, int64_t stride) 
 
 template <class P, class Y>
 void linear_item(const LinearArgs& a, const typename P::XType* x, int64_t x_stride, int64_t rows, int64_t first_column, Y* y) {
-  using Dot = typename P::Dot;
   using X = typename P::XType;
   using W = typename P::WType;
   constexpr bool kWidens = !std::is_same<X, W>::value;
-  alignas(64) float widened[kWidens ? kPanel * P::kMaxRange : 1];
-  alignas(64) float out[kMaxBlock * kPanel];
-  const int columns = static_cast<int>(a.N - first_column < kPanel ? a.N - first_column : kPanel);
-  const int64_t range = range_size<P>(a.K);
-  const W* weight = static_cast<const W*>(a.weight) + first_column * a.weight_stride;
+  const int64_t panel_size = panel_columns<P>(a.K);
+  alignas(64) float widened[kWidens ? kPanelBytes / 4 : 1];
+  alignas(64) float out[kMaxBlock * kMaxPanel];
+  alignas(64) float bias[kMaxPanel] = {};
+  const int columns = static_cast<int>(a.N - first_column < panel_size ? a.N - first_column : panel_size);
+  if (a.bias != nullptr)
+    for_each_vec(columns, [&](int64_t i, int n) {
+      store_n(bias + i, load_n(static_cast<const Y*>(a.bias) + first_column + i, n), n);
+    });
+  auto finish = [&](int64_t first, int64_t count, const float* sums) {
+    for (int64_t r = 0; r < count; r++)
+      for_each_vec(columns, [&](int64_t i, int n) {
+        store_n(y + (first + r) * a.y_stride + i, Vec::load(sums + r * kMaxPanel + i) + Vec::load(bias + i), n);
+      });
+  };
 
-  Prefetch prefetch = prefetch_panel<P>(a, first_column + kPanel, rows);
+  const int64_t range = range_size<P>(a.K);
+  const bool one_range = range >= a.K;
+  const W* weight = static_cast<const W*>(a.weight) + first_column * a.weight_stride;
+  Prefetch prefetch = prefetch_panel<P>(a, first_column + panel_size, rows);
   for (int64_t k = 0; k == 0 || k < a.K; k += range) {
     Panel<W> panel{weight + k, a.weight_stride, a.K - k < range ? a.K - k : range, columns};
     auto block = [&](const auto& slice) {
-      k == 0 ? panel_block<Dot, false>(x + k, x_stride, rows, slice, out, prefetch)
-             : panel_block<Dot, true>(x + k, x_stride, rows, slice, out, prefetch);
+      const X* xk = x + k;
+      if (k > 0)
+        panel_block<P, true>(xk, x_stride, rows, slice, out, one_range, prefetch, [](int64_t, int64_t, const float*) {});
+      else if (one_range)
+        panel_block<P, false>(xk, x_stride, rows, slice, out, one_range, prefetch, finish);
+      else
+        panel_block<P, false>(xk, x_stride, rows, slice, out, one_range, prefetch, [](int64_t, int64_t, const float*) {});
     };
     if constexpr (kWidens) {
       if (rows > 2 * kTileRows) {  // fewer rows widen as they go
@@ -149,23 +176,14 @@ void linear_item(const LinearArgs& a, const typename P::XType* x, int64_t x_stri
     }
     if (range == 0) break;
   }
-
-  alignas(64) float bias[kPanel] = {};
-  if (a.bias != nullptr)
-    for_each_vec(columns, [&](int64_t i, int n) {
-      store_n(bias + i, load_n(static_cast<const Y*>(a.bias) + first_column + i, n), n);
-    });
-  for (int64_t r = 0; r < rows; r++)
-    for_each_vec(columns, [&](int64_t i, int n) {
-      store_n(y + r * a.y_stride + i, Vec::load(out + r * kPanel + i) + Vec::load(bias + i), n);
-    });
+  if (!one_range) finish(0, rows, out);
 }
 
 template <class P, class Y>
 void linear_range(const LinearArgs& a, const void* x, int64_t x_stride, int64_t begin, int64_t end) {
-  const int64_t panels = (a.N + kPanel - 1) / kPanel, block = block_rows<P>(a.K);
+  const int64_t columns = panel_columns<P>(a.K), panels = (a.N + columns - 1) / columns, block = block_rows<P>(a.K);
   for (int64_t i = begin; i < end; i++) {
-    const int64_t first_row = i / panels * block, first_column = i % panels * kPanel;
+    const int64_t first_row = i / panels * block, first_column = i % panels * columns;
     linear_item<P>(a, static_cast<const typename P::XType*>(x) + first_row * x_stride, x_stride,
                    a.M - first_row < block ? a.M - first_row : block, first_column,
                    static_cast<Y*>(a.y) + first_row * a.y_stride + first_column);
@@ -180,8 +198,8 @@ void linear_range(const LinearArgs& a, const void* x, int64_t x_stride, int64_t 
 
 template <class P>
 int64_t product_items(const LinearArgs& a) {
-  const int64_t block = block_rows<P>(a.K);
-  return (a.M + block - 1) / block * ((a.N + kPanel - 1) / kPanel);
+  const int64_t block = block_rows<P>(a.K), columns = panel_columns<P>(a.K);
+  return (a.M + block - 1) / block * ((a.N + columns - 1) / columns);
 }
 
 #ifdef SAGC_BF16_DOT
