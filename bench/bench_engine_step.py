@@ -1,7 +1,7 @@
 """What an engine step costs by its live rows, and how much of it is spent outside the kernels.
 
-    python bench/bench_step.py                      model S in fp32 and bf16, one thread, about a minute
-    python bench/bench_step.py --model smollm2 --dtype bf16 --rows 1 16 128
+    python bench/bench_engine_step.py                      model S in fp32 and bf16, one thread, about a minute
+    python bench/bench_engine_step.py --model smollm2 --dtype bf16 --rows 1 16 128
 
 One prompt of 160 tokens per 16 rows, 64 tokens each, sampled at temperature 1. CPU seconds of this process, the best of
 three repeats. "native" is the decoder's two calls (forward; language-model head and draw), "outside" everything else:
