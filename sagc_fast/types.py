@@ -174,7 +174,7 @@ class RolloutStats:
     """Scheduling, batch building, stop checks and detokenising."""
     capacity_rows: int = 0
     active_rows: list[int] = field(default_factory=list)
-    """Rows sampled in each engine step."""
+    """Rows that sample in each engine step, however many tokens each of them gets."""
     idle_fraction: float = 0.0
     tail_fraction: float = 0.0
     """Share of the steps in which at most a quarter (ours) of capacity_rows were live."""
@@ -191,6 +191,14 @@ class RolloutStats:
     max_length: int = 0
     is_filtered: bool = False
     """True when any completion was drawn with top-k, top-p or min-p."""
+    num_draft_tokens: int = 0
+    """Tokens computed ahead of time because they were expected (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """The part of ``num_draft_tokens`` that became output: row-steps saved."""
+    num_steps_saved: float = 0.0
+    """Estimate: accepted tokens of each step over the rows that shared it."""
+    draft_gain_seconds: float = 0.0
+    """Estimate by the measured cost of steps: time of the steps saved less that of the drafted tokens."""
 
     @property
     def output_tokens_per_second(self) -> float:

@@ -1,7 +1,7 @@
 """From a step plan to the tensors that the model reads.
 
-Decode rows come first, then the chunks. Nothing here assumes one query token per decode row: a layout is built from
-where each sequence starts and how many tokens it brings.
+Decode rows come first, each with its newest token and its drafts, then the chunks. A layout is built from where each
+sequence starts and how many tokens it brings; nothing else tells a decode row from a chunk.
 
 Shape suffixes: T tokens of the step, S sequences, B block-table columns, R sampled rows.
 """
@@ -30,6 +30,7 @@ class StepBatch:
     hidden_index: NDArray[np.int64]
     """[R], for each sample the row of the wanted hidden states, late forks' saved ones behind; rising."""
     num_decode_tokens: int
+    """Drafted ones included."""
     num_prefill_tokens: int
     """Prompt tokens and recomputed ones."""
     num_recomputed_tokens: int
@@ -42,8 +43,9 @@ def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.d
     num_decode = decode_slots.size
     starts_S = np.concatenate((rows.num_computed[decode_slots], np.array([c.start for c in plan.chunks], np.int64)))
     query_lens_S = np.ones(num_decode + len(plan.chunks), dtype=np.int64)
+    query_lens_S[:num_decode] += plan.drafts.lengths
     query_lens_S[num_decode:] = [chunk.length for chunk in plan.chunks]
-    token_ids_T = np.concatenate((rows.last_token[decode_slots], *(_chunk_tokens(c, rows) for c in plan.chunks)))
+    token_ids_T = np.concatenate((_decode_tokens(plan, rows), *(_chunk_tokens(c, rows) for c in plan.chunks)))
     context_lens_S = starts_S + query_lens_S
     num_columns = -(-int(context_lens_S.max(initial=1)) // block_size)
     tables_SB = rows.block_tables[:, :num_columns][decode_slots]
@@ -51,12 +53,12 @@ def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.d
         tables_SB = np.concatenate((tables_SB, _chunk_tables(plan.chunks, rows, num_columns)))
 
     ends_S = np.cumsum(query_lens_S)
-    last_rows_S = ends_S - 1
     sequence_T = np.repeat(np.arange(query_lens_S.size), query_lens_S)
     positions_T = np.arange(token_ids_T.size) - np.repeat(ends_S - context_lens_S, query_lens_S)
     slots_T = tables_SB[sequence_T, positions_T // block_size].astype(np.int64) * block_size + positions_T % block_size
-    is_wanted_S = np.ones(query_lens_S.size, dtype=bool)
-    is_wanted_S[num_decode:] = [chunk.is_last for chunk in plan.chunks]
+    num_decode_tokens = plan.num_decode_tokens
+    is_final = np.array([chunk.is_last for chunk in plan.chunks], dtype=bool)
+    wanted_R = np.concatenate((np.arange(num_decode_tokens), ends_S[num_decode:][is_final] - 1))
     num_padding = len(plan.chunks)
     no_chunk = np.zeros(num_padding, dtype=np.int32)
 
@@ -69,7 +71,7 @@ def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.d
         context_lens_S=tensor(context_lens_S.astype(np.int32)),
         block_tables_SB=tensor(tables_SB),
         slots_T=tensor(slots_T),
-        logits_rows_R=tensor(last_rows_S[is_wanted_S]),
+        logits_rows_R=tensor(wanted_R),
         share_group_S=tensor(np.concatenate((rows.group_index[decode_slots], no_chunk - 1))),
         shared_blocks_S=tensor(np.concatenate((rows.shared_blocks[decode_slots], no_chunk))),
         max_query_len=int(query_lens_S.max(initial=0)),
@@ -80,17 +82,23 @@ def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.d
     return StepBatch(
         token_ids=tensor(token_ids_T),
         layout=layout,
-        hidden_index=_hidden_index(plan, num_decode, int(is_wanted_S.sum())),
+        hidden_index=_hidden_index(plan, num_decode_tokens, wanted_R.size),
         num_decode_tokens=token_ids_T.size - num_prefill,
         num_prefill_tokens=num_prefill,
         num_recomputed_tokens=num_recomputed,
     )
 
 
-def _hidden_index(plan: StepPlan, num_decode: int, num_wanted: int) -> NDArray[np.int64]:
-    others = np.arange(num_decode, num_wanted + len(plan.late_forks))
+def _hidden_index(plan: StepPlan, num_decode_tokens: int, num_wanted: int) -> NDArray[np.int64]:
+    others = np.arange(num_decode_tokens, num_wanted + len(plan.late_forks))
     counts = np.array([*plan.samples_per_chunk, *(count for _, count in plan.late_forks)], dtype=np.int64)
-    return np.concatenate((np.arange(num_decode), np.repeat(others, counts)))
+    return np.concatenate((np.arange(num_decode_tokens), np.repeat(others, counts)))
+
+
+def _decode_tokens(plan: StepPlan, rows: RowTable) -> NDArray[np.int64]:
+    """Of each decode row the token that is not in the cache yet, then its drafts."""
+    newest, lengths = rows.last_token[plan.decode_slots], plan.drafts.lengths
+    return np.insert(plan.drafts.tokens, np.cumsum(lengths) - lengths, newest) if plan.drafts.tokens.size else newest
 
 
 def _chunk_tokens(chunk: Chunk, rows: RowTable) -> NDArray[np.int64]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from sagc_fast.rollout.admission import AdmissionQueue
 from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.rollout.kv_cache import KVCache
 from sagc_fast.rollout.lengths import LengthHistory
-from sagc_fast.rollout.model_runner import ModelRunner
+from sagc_fast.rollout.model_runner import ModelRunner, StepResult
 from sagc_fast.rollout.request import PromptRequest
 from sagc_fast.rollout.rows import RowTable, Slots
-from sagc_fast.rollout.scheduler import Scheduler
+from sagc_fast.rollout.scheduler import Scheduler, StepPlan
 from sagc_fast.rollout.sequence import PromptGroup, Sequence
+from sagc_fast.rollout.speculation import Speculation, Speculator, num_accepted
 from sagc_fast.rollout.stats import StatsRecorder
 from sagc_fast.rollout.stop import Detokenizer, EndTable, StopMatcher, cut_at_stop
 from sagc_fast.types import Completion, Group, RolloutStats
@@ -36,6 +38,25 @@ class CallSettings:
     policy_version: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """Tokens drawn in a step, in sampling order; those of a row stand side by side."""
+
+    slots: Slots
+    offsets: NDArray[np.int64]
+    """Place of each token among those that its row drew in this step."""
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    is_over: NDArray[np.bool_]
+    """Whether the completion ends with the token: one of the next two, or the length cap."""
+    is_stopped: NDArray[np.bool_]
+    is_matched: NDArray[np.bool_]
+    """Whether the token completes a stop string."""
+
+    def only(self, is_kept: NDArray[np.bool_]) -> Drawn:
+        return Drawn(*(getattr(self, field)[is_kept] for field in self.__slots__))
+
+
 class Call:
     """Runs steps until every group is complete. ``on_group`` may raise: nothing outlives the call."""
 
@@ -47,6 +68,7 @@ class Call:
         settings: CallSettings,
         history: LengthHistory,
         detokenizer: Detokenizer | None,
+        speculation: Speculation,
     ) -> None:
         self._settings = settings
         self._history = history
@@ -58,7 +80,15 @@ class Call:
         self._rows = RowTable(settings.capacity_rows, max_blocks=-(-longest // kv.block_size))
         self._blocks = BlockManager(kv.num_blocks)
         queue = AdmissionQueue(history)
-        self._scheduler = Scheduler(queue, self._rows, self._blocks, kv.block_size, settings.max_batch_tokens)
+        self._speculation = speculation
+        self._scheduler = Scheduler(
+            queue,
+            self._rows,
+            self._blocks,
+            kv.block_size,
+            settings.max_batch_tokens,
+            Speculator(self._rows, speculation) if speculation.is_on else None,
+        )
         for group in self._sequence_groups:
             queue.add(group)
         self._runner = ModelRunner(model, kv, self._rows)
@@ -93,51 +123,74 @@ class Call:
     @ranged("engine step")
     def _step(self, step: int) -> list[Group]:
         """Plan, compute, sample, retire; the groups that are complete now."""
+        started = thread_time()  # of this thread, so that a busy machine does not teach wrong costs
         rows, scheduler = self._rows, self._scheduler
         plan = scheduler.schedule()
         if not (plan.sample_slots.size or plan.chunks):
             raise RuntimeError("The rollout scheduler has work and planned none; this is a bug in sagc_fast.")
         result = self._runner.run(plan)
-        scheduler.commit(plan)
+        num_hits = num_accepted(plan.drafts, result.tokens[: plan.num_decode_tokens])
+        scheduler.commit(plan, num_hits)
+        drawn = self._up_to_ends(_that_count(plan, result, num_hits))
+        slots = drawn.slots
+        if slots.size:
+            rows.append(slots, drawn.offsets, drawn.tokens, drawn.logprobs)
+            for slot in slots[rows.num_output[slots] == 1].tolist():
+                rows.sequences[slot].first_step = step
+        complete = self._retire(drawn, step) if drawn.is_over.any() else []
+        self._record(plan, result, num_accepted=slots.size - plan.num_sampled_rows, seconds=thread_time() - started)
+        return complete
+
+    def _up_to_ends(self, drawn: Drawn) -> Drawn:
+        """Find the tokens that end their row, by id, by text or by the cap; what a row drew behind one never was."""
+        rows, slots = self._rows, drawn.slots
+        is_end = self._end_table.is_end(drawn.tokens, rows.end_set[slots])
+        is_last = rows.num_output[slots] + drawn.offsets + 1 >= rows.max_output[slots]
+        is_matched = np.zeros_like(is_end)
+        over_slot = -1
+        for row in np.flatnonzero(rows.has_matcher[slots]).tolist():
+            slot = int(slots[row])
+            if slot == over_slot:
+                continue
+            is_matched[row] = rows.sequences[slot].matcher.push(int(drawn.tokens[row]))
+            if is_matched[row] or is_end[row]:
+                over_slot = slot
+        is_stopped = is_end | is_matched
+        drawn = replace(drawn, is_over=is_stopped | is_last, is_stopped=is_stopped, is_matched=is_matched)
+        if not drawn.offsets.any() or not drawn.is_over.any():
+            return drawn
+        # A row's tokens stand side by side: keep those with no end before them in their row.
+        ends_before = np.cumsum(drawn.is_over) - drawn.is_over
+        first_of_row = np.arange(slots.size) - drawn.offsets
+        return drawn.only(ends_before == ends_before[first_of_row])
+
+    def _retire(self, drawn: Drawn, step: int) -> list[Group]:
+        """Take out the rows that are over; the groups that this completes."""
+        complete = []
+        over = np.flatnonzero(drawn.is_over)
+        for row, sequence in zip(over.tolist(), self._scheduler.finish(drawn.slots[over]), strict=True):
+            group = sequence.group
+            completion = self._completion(sequence, step, bool(drawn.is_stopped[row]), bool(drawn.is_matched[row]))
+            group.completions[sequence.sample_index] = completion
+            if len(group.completions) == len(group.sequences):
+                complete.append(self._complete(group))
+        return complete
+
+    def _record(self, plan: StepPlan, result: StepResult, num_accepted: int, seconds: float) -> None:
+        num_rows, cost = plan.num_sampled_rows, self._speculation.cost
+        num_drafted = plan.drafts.tokens.size
         self._recorder.add_step(
-            plan.sample_slots.size,
+            num_rows,
             result.num_prefill_tokens,
             result.num_recomputed_tokens,
             result.num_decode_tokens,
             result.model_seconds,
             result.sample_seconds,
         )
-        slots = plan.sample_slots
-        if not slots.size:
-            return []
-        rows.append(slots, result.tokens, result.logprobs)
-        for slot in slots[rows.num_output[slots] == 1].tolist():
-            rows.sequences[slot].first_step = step
-        is_stopped, is_matched = self._stopped(slots, result.tokens)
-        is_over = is_stopped | (rows.num_output[slots] >= rows.max_output[slots])
-        if not is_over.any():
-            return []
-        stopped_by_text = set(slots[is_matched].tolist())
-        stopped = set(slots[is_stopped].tolist())
-        over = slots[is_over]
-        complete = []
-        for slot, sequence in zip(over.tolist(), scheduler.finish(over), strict=True):
-            group = sequence.group
-            group.completions[sequence.sample_index] = self._completion(
-                sequence, step, slot in stopped, slot in stopped_by_text
-            )
-            if len(group.completions) == len(group.sequences):
-                complete.append(self._complete(group))
-        return complete
-
-    def _stopped(self, slots: Slots, tokens: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which sampled rows end by token or text, and which of them by text alone."""
-        rows = self._rows
-        is_end = self._end_table.is_end(tokens, rows.end_set[slots])
-        is_matched = np.zeros_like(is_end)
-        for row in np.flatnonzero(rows.has_matcher[slots] & ~is_end).tolist():
-            is_matched[row] = rows.sequences[slots[row]].matcher.push(int(tokens[row]))
-        return is_end | is_matched, is_matched
+        if num_drafted:
+            self._recorder.add_drafts(num_drafted, num_accepted, num_rows, cost)
+        if not plan.chunks:
+            cost.observe(result.num_decode_tokens, seconds)
 
     # ---- records -------------------------------------------------------------------------------------------------
 
@@ -185,4 +238,19 @@ class Call:
         )
         self._groups[group.prompt_index] = record
         self._history.record(group.token_ids, record.lengths)
+        group.drafts = None
+        if self._speculation.recall is not None:
+            self._speculation.recall.store(group.token_ids, (c.token_ids for c in completions))
         return record
+
+
+def _that_count(plan: StepPlan, result: StepResult, num_hits: NDArray[np.int64]) -> Drawn:
+    """The plan's samples without those that were drawn behind a draft that did not come true."""
+    nothing = np.zeros(result.tokens.size, dtype=bool)
+    drawn = Drawn(plan.sample_slots, plan.sample_offsets, result.tokens, result.logprobs, nothing, nothing, nothing)
+    if not plan.drafts.tokens.size:
+        return drawn
+    is_counted = np.ones(result.tokens.size, dtype=bool)
+    num_decode = plan.num_decode_tokens
+    is_counted[:num_decode] = plan.sample_offsets[:num_decode] <= np.repeat(num_hits, plan.drafts.lengths + 1)
+    return drawn.only(is_counted)

@@ -17,10 +17,13 @@ from sagc_fast.rollout.call import Call, CallSettings, OnGroup
 from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 from sagc_fast.rollout.lengths import LengthHistory
 from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, check_request
+from sagc_fast.rollout.speculation import SPECULATION_MODES, Speculation, SpeculationMode
+from sagc_fast.rollout.step_cost import roofline_fixed_tokens
 from sagc_fast.rollout.stop import Detokenizer
 from sagc_fast.types import Group, RolloutStats, SamplingParams
 
 BYTES_PER_GB = 10**9
+BYTES_PER_MB = 10**6
 
 
 class RolloutEngine:
@@ -40,6 +43,11 @@ class RolloutEngine:
         threads: torch's intra-op threads during ``generate``, restored afterwards; None leaves them alone.
         kv_dtype: ``fp32``, ``bf16`` or ``fp16``; None: the model's.
         eos_token_ids: ids that end a completion; None: those of the model's configuration, else the tokenizer's.
+        speculation: tokens of the last rows are drafted from what the prompt's completions have in common and several
+            of a row computed in one step, without changing any; see :class:`sagc_fast.rollout.speculation.Speculation`
+            for ``auto``, ``fixed`` and ``off``.
+        draft_recall_mb: memory for completions of earlier calls, in 10**6 bytes, from which a call with the same prompt
+            drafts too; 0 keeps none.
     """
 
     def __init__(
@@ -54,14 +62,19 @@ class RolloutEngine:
         threads: int | None = None,
         kv_dtype: str | torch.dtype | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        speculation: SpeculationMode = "auto",
+        draft_recall_mb: float = 0.0,
     ) -> None:
         sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs, "max_batch_tokens": max_batch_tokens}
         for name, value in (*sizes.items(), ("threads", 1 if threads is None else threads)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer >= 1.")
-        is_number = isinstance(kv_budget_gb, (int, float)) and not isinstance(kv_budget_gb, bool)
-        if not is_number or not 0 < kv_budget_gb < float("inf"):
+        if not (_is_number(kv_budget_gb) and kv_budget_gb > 0):
             raise ConfigError(f"kv_budget_gb is {kv_budget_gb!r}; it must be a number of gigabytes above 0.")
+        if not (_is_number(draft_recall_mb) and draft_recall_mb >= 0):
+            raise ConfigError(f"draft_recall_mb is {draft_recall_mb!r}; it must be a number of megabytes, 0 for none.")
+        if speculation not in SPECULATION_MODES:
+            raise ConfigError(f"speculation is {speculation!r}; it must be one of {', '.join(SPECULATION_MODES)}.")
         self.model = model
         self.tokenizer = tokenizer
         self.kv_budget_gb = kv_budget_gb
@@ -79,6 +92,7 @@ class RolloutEngine:
         """Of the last call that finished."""
         self.lengths = LengthHistory()
         """Lengths per prompt seen so far; guides the order of admission, never the tokens."""
+        self._speculation = Speculation(speculation, _fixed_tokens(model), int(draft_recall_mb * BYTES_PER_MB))
         self._kv: KVCache | None = None
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._lock = threading.Lock()
@@ -158,7 +172,7 @@ class RolloutEngine:
             )
             kv = self._kv_for(requests, settings.capacity_rows)
             with _torch_threads(self.threads):
-                call = Call(self.model, kv, requests, settings, self.lengths, self._detokenizer)
+                call = Call(self.model, kv, requests, settings, self.lengths, self._detokenizer, self._speculation)
                 groups = call.run(on_group)
             self.stats = call.stats(perf_counter() - started)
             return groups
@@ -239,6 +253,16 @@ def _torch_threads(threads: int | None) -> Iterator[None]:
     finally:
         if threads is not None:
             torch.set_num_threads(before)
+
+
+def _fixed_tokens(model: Any) -> float:
+    """Tokens that cost as much as a step without any; a stand-in without weights costs the host's work alone."""
+    weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    return roofline_fixed_tokens(sum(w.numel() for w in weights), sum(w.numel() * w.element_size() for w in weights))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

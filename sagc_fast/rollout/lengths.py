@@ -39,13 +39,13 @@ class LengthHistory:
 
     def expected(self, token_ids: NDArray[np.int64]) -> float | None:
         """Running mean length for this prompt in tokens, or None when it has not been seen."""
-        return self._by_prompt.get(_key(token_ids))
+        return self._by_prompt.get(prompt_key(token_ids))
 
     def record(self, token_ids: NDArray[np.int64], lengths: Sequence[int]) -> None:
         """Add the lengths of a finished group with this prompt."""
         mean = sum(lengths) / len(lengths)
         self._overall = _blend(self._overall, mean, OVERALL_WEIGHT)
-        key = _key(token_ids)
+        key = prompt_key(token_ids)
         self._by_prompt[key] = _blend(self._by_prompt.get(key), mean, NEWEST_WEIGHT)
         self._by_prompt.move_to_end(key)
         if len(self._by_prompt) > self._max_prompts:
@@ -67,7 +67,8 @@ class LengthHistory:
         self._by_prompt.update((bytes.fromhex(key), mean) for key, mean in state["prompts"])
 
 
-def _key(token_ids: NDArray[np.int64]) -> bytes:
+def prompt_key(token_ids: NDArray[np.int64]) -> bytes:
+    """16 bytes by which a prompt is known across calls: a hash of its tokens."""
     return hashlib.blake2b(token_ids.tobytes(), digest_size=16).digest()
 
 

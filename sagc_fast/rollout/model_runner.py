@@ -55,7 +55,9 @@ class ModelRunner:
         tokens, logprobs = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         logits_seconds = 0.0
         if plan.sample_slots.size:
-            tokens, logprobs = self._sampler.sample(hidden_UE, batch.hidden_index, plan.sample_slots)
+            tokens, logprobs = self._sampler.sample(
+                hidden_UE, batch.hidden_index, plan.sample_slots, plan.sample_offsets
+            )
             logits_seconds = self._sampler.logits_seconds
         return StepResult(
             tokens=tokens,
@@ -75,7 +77,7 @@ class ModelRunner:
             hidden = self._forward(batch)
             parts.append(hidden)
             finishing = [chunk for chunk in plan.chunks if chunk.is_last]
-            for row, chunk in enumerate(finishing, start=plan.decode_slots.size):
+            for row, chunk in enumerate(finishing, start=plan.num_decode_tokens):
                 if chunk.sequence is None:
                     chunk.group.last_hidden = hidden[row : row + 1].clone()
         parts += [group.last_hidden for group, _ in plan.late_forks]

@@ -71,17 +71,28 @@ class NoiseAhead:
     def draw(
         self,
         slots: NDArray[np.int64],
+        offsets: NDArray[np.int64],
         seed: NDArray[np.uint64],
         prompt_id: NDArray[np.uint64],
         sample_index: NDArray[np.uint64],
         position: NDArray[np.int64],
     ) -> NDArray[np.float64]:
-        """``uniforms(seed, prompt_id, sample_index, position)`` of ``slots``; all arrays but ``slots`` are per slot."""
-        window, offset = np.divmod(position[slots], self.AHEAD)
+        """``uniforms(seed, prompt_id, sample_index, position + offset)`` of ``slots`` and ``offsets``; the other arrays
+        are per slot. A slot may come several times, with different offsets."""
+        window, column = np.divmod(position[slots] + offsets, self.AHEAD)
         is_stale = self._window[slots] != window
         if is_stale.any():
-            stale, first = slots[is_stale], window[is_stale] * self.AHEAD
+            # Positions of one slot on both sides of a window's end: the later ones are computed by themselves.
+            is_first = is_stale & (offsets == 0)
+            stale, first = slots[is_first], window[is_first] * self.AHEAD
             keys = (seed[stale, None], prompt_id[stale, None], sample_index[stale, None])
             self._numbers[stale] = uniforms(*keys, first[:, None] + np.arange(self.AHEAD))
-            self._window[stale] = window[is_stale]
-        return self._numbers[slots, offset]
+            self._window[stale] = window[is_first]
+            is_beyond = self._window[slots] != window
+            if is_beyond.any():
+                numbers = self._numbers[slots, column]
+                far = slots[is_beyond]
+                position_beyond = position[far] + offsets[is_beyond]
+                numbers[is_beyond] = uniforms(seed[far], prompt_id[far], sample_index[far], position_beyond)
+                return numbers
+        return self._numbers[slots, column]

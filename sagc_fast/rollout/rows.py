@@ -106,6 +106,10 @@ class RowTable:
         count = self.num_output[slot]
         return self._tokens[slot, :count].copy(), self._logprobs[slot, :count].copy()
 
+    def outputs_from(self, slot: int, start: int) -> list[int]:
+        """Tokens sampled so far, without the first ``start``."""
+        return self._tokens[slot, start : self.num_output[slot]].tolist()
+
     def set_blocks(self, slot: int, blocks: NDArray[np.int32], num_computed: int, shared_blocks: int) -> None:
         """The block table of a slot; its first ``num_computed`` tokens are in the cache."""
         self.block_tables[slot, : blocks.size] = blocks
@@ -113,19 +117,24 @@ class RowTable:
         self.num_computed[slot] = num_computed
         self.shared_blocks[slot] = shared_blocks
 
-    def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
-        """Record one sampled token for each of these slots."""
-        columns = self.num_output[slots]
+    def append(
+        self, slots: Slots, offsets: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+    ) -> None:
+        """Record sampled tokens: for each entry the slot, how many tokens of this step precede it in that slot (the
+        entries of a slot side by side, offsets rising from 0), and what was drawn."""
+        columns = self.num_output[slots] + offsets
         self._reserve_outputs(int(columns.max()))
         self._tokens[slots, columns] = tokens
         self._logprobs[slots, columns] = logprobs
-        self.last_token[slots] = tokens
+        self.last_token[slots] = tokens  # of equal slots the last entry stands, here and below
+        num_added = columns + 1 - self.num_output[slots]
+        self.length[slots] += num_added
         self.num_output[slots] = columns + 1
-        self.length[slots] += 1
 
-    def next_uniforms(self, slots: Slots) -> NDArray[np.float64]:
-        """The keyed noise of each slot's next token. float64 [R] in [0, 1)."""
-        return self._noise.draw(slots, self.seed, self.prompt_id, self.sample_index, self.num_output)
+    def uniforms(self, slots: Slots, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The keyed noise of tokens that these slots are about to draw, ``offsets`` places behind the next one.
+        float64 [R] in [0, 1)."""
+        return self._noise.draw(slots, offsets, self.seed, self.prompt_id, self.sample_index, self.num_output)
 
     def start_decoding(self, slots: Slots) -> None:
         """Let these slots join the decode rows, siblings side by side."""

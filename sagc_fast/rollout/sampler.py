@@ -33,10 +33,11 @@ class Sampler:
 
     @ranged("sample")
     def sample(
-        self, hidden_UE: torch.Tensor, index_R: NDArray[np.int64], slots: Slots
+        self, hidden_UE: torch.Tensor, index_R: NDArray[np.int64], slots: Slots, offsets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and log-probs for ``slots``; sample r is drawn from hidden state ``index_R[r]`` (rising)."""
-        noise_R = self._rows.next_uniforms(slots)
+        """Tokens and log-probs for ``slots``; sample r is drawn from hidden state ``index_R[r]`` (rising) with the
+        noise of the place ``offsets[r]`` behind the slot's next token."""
+        noise_R = self._rows.uniforms(slots, offsets)
         self.logits_seconds = 0.0
         if self._decoder is not None and not self._rows.is_filtered[slots].any():
             columns = (torch.from_numpy(c) for c in (index_R, noise_R, self._rows.temperature[slots]))

@@ -30,6 +30,7 @@ from sagc_fast.rollout.admission import AdmissionQueue
 from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.rollout.rows import RowTable, Slots
 from sagc_fast.rollout.sequence import NO_BLOCKS, PromptGroup, Sequence
+from sagc_fast.rollout.speculation import Drafts, Speculator, no_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,9 @@ class StepPlan:
     """One engine step. Samples are drawn in the order decode rows, finishing chunks, late forks."""
 
     decode_slots: Slots
-    """One query token each."""
+    """One query token each, and the drafts behind it."""
+    drafts: Drafts
+    """Of each decode row, tokens that may come next, computed and drawn ahead of time."""
     chunks: tuple[Chunk, ...]
     samples_per_chunk: tuple[int, ...]
     """For each finishing chunk, how many sequences draw a token from it."""
@@ -62,7 +65,19 @@ class StepPlan:
     """Blocks to copy before the step's tokens are written (copy on write of partial prompt blocks)."""
     copy_targets: NDArray[np.int32]
     sample_slots: Slots
-    """Rows that get a token, in sampling order."""
+    """The row of each token drawn, in sampling order: a decode row comes once and once more for each of its drafts."""
+    sample_offsets: NDArray[np.int64]
+    """How many places behind its row's next token each one stands: 0, or the number of drafts before it."""
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens computed for decode rows, drafts included; as many samples come first."""
+        return self.decode_slots.size + self.drafts.tokens.size
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows that get at least one token."""
+        return self.sample_slots.size - self.drafts.tokens.size
 
 
 class Scheduler:
@@ -70,10 +85,17 @@ class Scheduler:
 
     Call :meth:`schedule`, run the plan, :meth:`commit` it, record the sampled tokens in ``rows``, then :meth:`finish`
     the sequences that end. ``blocks`` must be able to hold the longest sequence alone (the engine checks it before).
+    Without a ``speculator`` nothing is drafted.
     """
 
     def __init__(
-        self, queue: AdmissionQueue, rows: RowTable, blocks: BlockManager, block_size: int, max_batch_tokens: int
+        self,
+        queue: AdmissionQueue,
+        rows: RowTable,
+        blocks: BlockManager,
+        block_size: int,
+        max_batch_tokens: int,
+        speculator: Speculator | None = None,
     ) -> None:
         if rows.capacity > max_batch_tokens:
             raise ValueError(f"{rows.capacity} rows do not fit in steps of max_batch_tokens={max_batch_tokens}.")
@@ -82,6 +104,7 @@ class Scheduler:
         self.blocks = blocks
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens
+        self.speculator = speculator
         self.num_preemptions = 0
         self._sent_back: list[tuple[int, Sequence]] = []
         self._prefilling: list[PromptGroup] = []
@@ -106,24 +129,32 @@ class Scheduler:
         if self.num_preemptions == preemptions_before:
             self._admit()
         decode_slots = self.rows.decode_slots
-        chunks = self._plan_chunks(self.max_batch_tokens - decode_slots.size)
+        budget = self.max_batch_tokens - decode_slots.size
+        chunks = self._plan_chunks(budget)
+        drafts = self._plan_drafts(budget - sum(chunk.length for chunk in chunks))
         sampled = [_sampled_by(chunk) for chunk in chunks if chunk.is_last]
         joining = [s.slot for group in (*sampled, self._late_forks) for s in group]
         copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
+        sample_slots, sample_offsets = _samples(decode_slots, drafts, joining)
         return StepPlan(
             decode_slots=decode_slots,
+            drafts=drafts,
             chunks=chunks,
             samples_per_chunk=tuple(len(sequences) for sequences in sampled),
             late_forks=tuple((group, len(list(run))) for group, run in groupby(s.group for s in self._late_forks)),
             copy_sources=copies[:, 0],
             copy_targets=copies[:, 1],
-            sample_slots=np.concatenate((decode_slots, np.array(joining, dtype=np.int64))),
+            sample_slots=sample_slots,
+            sample_offsets=sample_offsets,
         )
 
-    def commit(self, plan: StepPlan) -> None:
-        """The plan's tokens are in the cache; rows that sample their next token become decode rows."""
+    def commit(self, plan: StepPlan, num_accepted: NDArray[np.int64]) -> None:
+        """The plan's tokens are in the cache, and the first ``num_accepted`` [D] drafts of each decode row are its next
+        tokens; rows that sample their next token become decode rows."""
         rows = self.rows
-        rows.num_computed[plan.decode_slots] += 1
+        rows.num_computed[plan.decode_slots] += 1 + num_accepted
+        if plan.drafts.tokens.size:
+            self._release_rejected(plan.decode_slots[plan.drafts.lengths > num_accepted])
         for chunk in plan.chunks:
             if chunk.sequence is None:
                 self._commit_prompt_chunk(chunk)
@@ -132,7 +163,7 @@ class Scheduler:
                 rows.num_computed[slot] += chunk.length
                 if chunk.is_last:
                     self._recomputing.remove(chunk.sequence)
-        joining = plan.sample_slots[plan.decode_slots.size :]
+        joining = plan.sample_slots[plan.num_decode_tokens :]
         if joining.size:
             rows.start_decoding(joining)
 
@@ -151,6 +182,36 @@ class Scheduler:
             self.queue.note_finished(group, sequence.num_output)
             finished.append(sequence)
         return finished
+
+    # ---- drafts --------------------------------------------------------------------------------------------------
+
+    def _plan_drafts(self, budget: int) -> Drafts:
+        """What the speculator proposes within the token budget and the free blocks: a draft displaces nothing."""
+        rows, slots = self.rows, self.rows.decode_slots
+        if self.speculator is None or budget <= 0:
+            return no_drafts(slots.size)
+        most = rows.max_output[slots] - rows.num_output[slots] - 1  # the draw behind the last draft counts too
+        drafts = self.speculator.propose(slots, most, budget)
+        if not drafts.tokens.size:
+            return drafts
+        last_columns = (rows.num_computed[slots] + drafts.lengths) // self.block_size
+        num_missing = np.maximum(last_columns + 1 - rows.num_blocks[slots], 0)
+        if num_missing.sum() > self.blocks.num_free:
+            return drafts.cut(rows.num_blocks[slots] * self.block_size - 1 - rows.num_computed[slots])
+        for slot, count in zip(slots[num_missing > 0].tolist(), num_missing[num_missing > 0].tolist(), strict=True):
+            begin = rows.num_blocks[slot]
+            rows.block_tables[slot, begin : begin + count] = self.blocks.allocate(count)
+            rows.num_blocks[slot] += count
+        return drafts
+
+    def _release_rejected(self, slots: Slots) -> None:
+        """Give back blocks that only drafts were written to, of rows whose drafts did not all count."""
+        rows = self.rows
+        num_used = -(-rows.num_computed[slots] // self.block_size)
+        is_over = rows.num_blocks[slots] > num_used
+        for slot, kept in zip(slots[is_over].tolist(), num_used[is_over].tolist(), strict=True):
+            self.blocks.release(rows.block_tables[slot, kept : rows.num_blocks[slot]])
+            rows.num_blocks[slot] = kept
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -385,6 +446,18 @@ def _chunk(group: PromptGroup, sequence: Sequence | None, start: int, end: int, 
     return Chunk(
         group, sequence, start, stop - start, num_recomputed=max(0, min(stop, high_water) - start), is_last=stop == end
     )
+
+
+def _samples(decode_slots: Slots, drafts: Drafts, joining: list[int]) -> tuple[Slots, NDArray[np.int64]]:
+    """``sample_slots`` and ``sample_offsets`` of a plan."""
+    joined = np.array(joining, dtype=np.int64)
+    if not drafts.tokens.size:
+        slots = np.concatenate((decode_slots, joined))
+        return slots, np.zeros(slots.size, dtype=np.int64)
+    counts = drafts.lengths + 1
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    slots = np.concatenate((np.repeat(decode_slots, counts), joined))
+    return slots, np.concatenate((offsets, np.zeros_like(joined)))
 
 
 def _sampled_by(chunk: Chunk) -> list[Sequence]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sagc_fast.rollout.drafts import Cursor, DraftIndex
 from sagc_fast.rollout.stop import StopMatcher
 from sagc_fast.types import Completion, SamplingParams
 
@@ -48,6 +49,8 @@ class PromptGroup:
     """Whether the admission queue expects a length of its own for this group."""
     is_known_from_before: bool = False
     """Whether that expectation comes from earlier calls."""
+    drafts: DraftIndex | None = None
+    """What the group has written, once drafts are wanted."""
 
     @property
     def prompt_length(self) -> int:
@@ -85,6 +88,8 @@ class Sequence:
     token_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     first_step: int = 0
+    cursor: Cursor | None = None
+    """Its place in the group's ``drafts``."""
 
     @property
     def num_output(self) -> int:

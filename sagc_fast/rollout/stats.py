@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from sagc_fast.rollout.step_cost import StepCost
 from sagc_fast.types import Group, RolloutStats
 
 TAIL_SHARE = 0.25
@@ -22,6 +23,10 @@ class StatsRecorder:
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
         self.sample_seconds = 0.0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.num_steps_saved = 0.0
+        self.draft_gain_seconds = 0.0
 
     def add_step(
         self,
@@ -44,6 +49,15 @@ class StatsRecorder:
         self.prefill_seconds += model_seconds * prefill_share
         self.decode_seconds += model_seconds * (1.0 - prefill_share)
         self.sample_seconds += sample_seconds
+
+    def add_drafts(self, num_drafted: int, num_accepted: int, num_rows: int, cost: StepCost) -> None:
+        """Drafts of one step in which ``num_rows`` rows sampled. Without them the rows would have needed
+        ``num_accepted / num_rows`` more such steps, each of one token a row."""
+        num_steps = num_accepted / num_rows
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        self.num_steps_saved += num_steps
+        self.draft_gain_seconds += num_steps * cost.seconds(num_rows) - num_drafted * cost.seconds_per_token
 
     def result(
         self,
@@ -87,6 +101,10 @@ class StatsRecorder:
             mean_length=sum(flat) / len(flat) if flat else 0.0,
             max_length=max(flat, default=0),
             is_filtered=is_filtered,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_steps_saved=self.num_steps_saved,
+            draft_gain_seconds=self.draft_gain_seconds,
         )
 
 

@@ -35,7 +35,8 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
     summed = (
         "num_prompts", "num_completions", "num_prompt_tokens", "num_prefill_tokens", "num_recomputed_tokens",
         "num_output_tokens", "num_steps", "total_seconds", "prefill_seconds", "decode_seconds", "sample_seconds",
-        "host_seconds", "num_preemptions",
+        "host_seconds", "num_preemptions", "num_draft_tokens", "num_accepted_tokens", "num_steps_saved",
+        "draft_gain_seconds",
     )  # fmt: skip
     largest = (
         "capacity_rows",

@@ -32,13 +32,28 @@ def context_hash(token_ids: Sequence[int]) -> int:
     return state % 2**_HASH_BITS
 
 
+class LetterTokenizer:
+    """One letter per token id of the ContextHashModel; the end token is special."""
+
+    eos_token_id = EOS
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        return "".join("" if i == EOS and skip_special_tokens else chr(ord("A") + i) for i in token_ids)
+
+
 class ContextHashModel:
-    """Stands in for the Transformer; checks the layout it is given on every step."""
+    """Stands in for the Transformer; checks the layout it is given on every step.
+
+    ``memory``: the distribution depends on that many last tokens alone, so that texts repeat themselves and each other,
+    the more the higher ``sharpness``; None: on the whole context.
+    """
 
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, context_length: int = 128) -> None:
+    def __init__(self, context_length: int = 128, memory: int | None = None, sharpness: float = 1.0) -> None:
+        self.memory = memory
+        self.sharpness = sharpness
         self.config = SimpleNamespace(
             vocab_size=VOCAB_SIZE,
             max_position_embeddings=context_length,
@@ -74,9 +89,12 @@ class ContextHashModel:
             held = keys[blocks, 0, :, 0].reshape(-1)[:length]
             assert values[blocks, 0, :, 0].reshape(-1)[:length].tolist() == list(range(length)), "a block is misplaced"
             for row in wanted & set(rows):
-                hidden[row] = context_hash(held[: positions[row] + 1].astype(int).tolist())
+                hidden[row] = self.hash(held[: positions[row] + 1].astype(int).tolist())
         self._check_sharing(layout, tables)
         return torch.from_numpy(hidden)[layout.logits_rows_R]
+
+    def hash(self, token_ids: Sequence[int]) -> int:
+        return context_hash(token_ids if self.memory is None else token_ids[-self.memory :])
 
     @staticmethod
     def _check_sharing(layout: Any, tables: np.ndarray) -> None:
@@ -93,7 +111,7 @@ class ContextHashModel:
         mixed = (
             states * np.uint64(2_654_435_761) + np.arange(VOCAB_SIZE, dtype=np.uint64) * np.uint64(40_503)
         ) * np.uint64(0x9E3779B97F4A7C15)
-        return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * np.float32(4.0 / 2**24))
+        return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * np.float32(4.0 * self.sharpness / 2**24))
 
 
 def sample_alone(
@@ -104,7 +122,7 @@ def sample_alone(
     ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
     room = min(params.max_new_tokens, model.config.max_position_embeddings - len(prompt))
     while True:
-        state = context_hash([*prompt, *token_ids])
+        state = model.hash([*prompt, *token_ids])
         noise = uniforms(params.seed, prompt_id, sample_index, len(token_ids)).reshape(1)
         columns = [torch.from_numpy(noise), torch.tensor([params.temperature])]
         if params.is_filtered and params.temperature > 0:
@@ -112,7 +130,8 @@ def sample_alone(
         token, logprob = ops.sample_tokens(model.logits(torch.tensor([[float(state)]])), *columns)
         token_ids.append(int(token))
         logprobs.append(float(logprob))
-        if token_ids[-1] in ends:
+        text = LetterTokenizer().decode(token_ids, skip_special_tokens=True)
+        if token_ids[-1] in ends or any(stop in text for stop in params.stop):
             return token_ids, logprobs, "stop"
         if len(token_ids) == room:
             return token_ids, logprobs, "length"
@@ -126,7 +145,12 @@ def outcome(groups: list[Group]) -> list[list[tuple[list[int], list[float], str]
 @pytest.fixture(scope="session")
 def helpers() -> SimpleNamespace:
     return SimpleNamespace(
-        Model=ContextHashModel, sample_alone=sample_alone, outcome=outcome, VOCAB_SIZE=VOCAB_SIZE, EOS=EOS
+        Model=ContextHashModel,
+        Tokenizer=LetterTokenizer,
+        sample_alone=sample_alone,
+        outcome=outcome,
+        VOCAB_SIZE=VOCAB_SIZE,
+        EOS=EOS,
     )
 
 

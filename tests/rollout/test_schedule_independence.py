@@ -13,6 +13,7 @@ from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.types import SamplingParams
 
 CONTEXT = 40
+SETTINGS = ("block_size", "max_num_seqs", "max_batch_tokens", "speculation", "draft_recall_mb")
 
 
 @pytest.fixture
@@ -31,9 +32,10 @@ def managers(monkeypatch):
 
 params_strategy = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.7, 1.0, 1.0]),
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 1.0, 1.8]),
     max_new_tokens=st.integers(1, 25),
     seed=st.integers(0, 3),
+    stop=st.sampled_from([(), (), ("BC", "D"), ("FGA",)]),
     stop_token_ids=st.sampled_from([(), (3,), (3, 9)]),
     ignore_eos=st.booleans(),
     top_k=st.sampled_from([0, 0, 5]),
@@ -57,6 +59,9 @@ def calls(draw):
         "num_blocks": largest + draw(st.integers(0, max(1, total // draw(st.sampled_from([1, 4, 16]))))),
         "max_num_seqs": draw(st.integers(1, 12)),
         "max_batch_tokens": draw(st.integers(1, 70)),
+        "speculation": draw(st.sampled_from(["fixed", "fixed", "auto", "off"])),
+        "draft_recall_mb": draw(st.sampled_from([0, 0, 0.0001, 1])),
+        "model": draw(st.sampled_from([(None, 1.0), (2, 1.0), (2, 4.0), (1, 8.0)])),
     }
 
 
@@ -68,19 +73,22 @@ def calls(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_schedule_gives_the_tokens_and_logprobs_of_the_reference(case, helpers, engine_with_blocks, managers):
-    managers.clear()
-    model = helpers.Model(CONTEXT)
+    model = helpers.Model(CONTEXT, *case["model"])
     prompts, params = case["prompts"], case["params"]
     engine = engine_with_blocks(
         model,
         case["num_blocks"],
-        block_size=case["block_size"],
-        max_num_seqs=case["max_num_seqs"],
-        max_batch_tokens=case["max_batch_tokens"],
+        tokenizer=helpers.Tokenizer(),
+        **{name: case[name] for name in SETTINGS},
     )
-    complete = []
     ids = [10 * index + 5 for index in range(len(prompts))]
-    groups = engine.generate(prompts, [len(p) for p in params], params, prompt_ids=ids, on_group=complete.append)
+    sizes = [len(p) for p in params]
+    if case["draft_recall_mb"]:
+        engine.generate(prompts, sizes, params, prompt_ids=ids)  # what it recalls from here must change nothing
+    managers.clear()
+    model.num_tokens = 0
+    complete = []
+    groups = engine.generate(prompts, sizes, params, prompt_ids=ids, on_group=complete.append)
     expected = [
         [helpers.sample_alone(model, prompt, prompt_id, sample, one) for sample, one in enumerate(group)]
         for prompt, prompt_id, group in zip(prompts, ids, params, strict=True)
@@ -91,10 +99,13 @@ def test_any_schedule_gives_the_tokens_and_logprobs_of_the_reference(case, helpe
     stats, (blocks,) = engine.stats, managers
     assert blocks.num_free == blocks.num_blocks <= case["num_blocks"]
     assert not blocks.refcounts.any()
-    assert sum(stats.active_rows) == stats.num_output_tokens
+    assert sum(stats.active_rows) + stats.num_accepted_tokens == stats.num_output_tokens
+    assert 0 <= stats.num_accepted_tokens <= stats.num_draft_tokens
+    assert case["speculation"] != "off" or stats.num_draft_tokens == 0
     assert stats.num_prefill_tokens == stats.num_prompt_tokens + stats.num_recomputed_tokens
-    # The model computes the prefill and every sampled token except each completion's last.
-    assert model.num_tokens == stats.num_prefill_tokens + stats.num_output_tokens - stats.num_completions
+    # The model computes the prefill, every sampled token except each completion's last, and drafts for nothing.
+    num_rejected = stats.num_draft_tokens - stats.num_accepted_tokens
+    assert model.num_tokens == stats.num_prefill_tokens + stats.num_output_tokens - stats.num_completions + num_rejected
     assert model.largest_step <= case["max_batch_tokens"]
     assert max(stats.active_rows) <= stats.capacity_rows <= case["max_num_seqs"]
 

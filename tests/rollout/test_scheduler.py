@@ -47,10 +47,11 @@ class Simulation:
             self.check(plan)
         self.num_tokens += plan.decode_slots.size + sum(chunk.length for chunk in plan.chunks)
         self.active_rows.append(plan.sample_slots.size)
-        self.scheduler.commit(plan)
+        self.scheduler.commit(plan, np.zeros(plan.decode_slots.size, np.int64))
         slots = plan.sample_slots
         if slots.size:
-            self.rows.append(slots, np.zeros(slots.size, np.int64), np.zeros(slots.size, np.float32))
+            zeros = np.zeros(slots.size, np.int64)
+            self.rows.append(slots, zeros, zeros, np.zeros(slots.size, np.float32))
             for slot in slots[self.rows.num_output[slots] == 1].tolist():
                 self.started.append(
                     (self.rows.sequences[slot].group.prompt_index, self.rows.sequences[slot].sample_index)
@@ -212,6 +213,10 @@ def test_torch_free_modules_import_without_torch():
         "noise",
         "stop",
         "stats",
+        "drafts",
+        "recall",
+        "speculation",
+        "step_cost",
         "request",
     )
     code = "import sys\n" + "".join(f"import sagc_fast.rollout.{name}\n" for name in modules)

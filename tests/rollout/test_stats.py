@@ -15,7 +15,7 @@ def forced(*lengths):
 
 def test_one_step_of_prefill_then_rows_that_end_one_by_one(helpers):
     """Prompts of 5 and 3 tokens; lengths (1, 2, 8) and (2): rows per step 4, 3, 1, 1, 1, 1, 1, 1."""
-    engine = RolloutEngine(helpers.Model(), block_size=4)
+    engine = RolloutEngine(helpers.Model(), block_size=4, speculation="off")
     groups = engine.generate([[1] * 5, [2] * 3], [3, 1], [forced(1, 2, 8), forced(2)])
     stats = engine.stats
     assert stats.active_rows == [4, 3, 1, 1, 1, 1, 1, 1]
@@ -55,7 +55,7 @@ def test_seconds_add_up(helpers):
 
 
 def test_chunked_prefill_samples_nothing_until_the_prompt_ends(helpers):
-    engine = RolloutEngine(helpers.Model(), max_batch_tokens=4)
+    engine = RolloutEngine(helpers.Model(), max_batch_tokens=4, speculation="off")
     engine.generate([[1] * 10], 2, [forced(2, 2)])
     assert engine.stats.active_rows == [0, 0, 2, 2]
     assert engine.stats.idle_fraction == pytest.approx(0.5)
@@ -65,7 +65,7 @@ def test_chunked_prefill_samples_nothing_until_the_prompt_ends(helpers):
 
 def test_waves_fill_the_rows_again(helpers):
     """Six completions of three tokens on two rows. Late siblings start from the saved logits row, without prefill."""
-    engine = RolloutEngine(helpers.Model(), max_num_seqs=2)
+    engine = RolloutEngine(helpers.Model(), max_num_seqs=2, speculation="off")
     groups = engine.generate([[1] * 4], 6, [forced(3, 3, 3, 3, 3, 3)])
     assert engine.stats.active_rows == [2] * 9
     assert engine.stats.idle_fraction == 0.0
@@ -75,7 +75,7 @@ def test_waves_fill_the_rows_again(helpers):
 
 def test_recomputation_is_counted_apart(helpers, engine_with_blocks):
     model = helpers.Model()
-    engine = engine_with_blocks(model, 8, block_size=4)
+    engine = engine_with_blocks(model, 8, block_size=4, speculation="off")
     engine.generate([[1] * 4, [2] * 4], [2, 2], [forced(20, 20), forced(20, 20)])
     stats = engine.stats
     assert stats.num_preemptions > 0

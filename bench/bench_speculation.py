@@ -1,0 +1,221 @@
+"""What speculative decoding of the last rows brings: the same rollout with and without it, alternating.
+
+usage: python bench/bench_speculation.py [addition] [code] [random] [tiny-random] [--mode auto] [--repeat 5]
+                                         [--code-model models/SmolLM2-135M-Instruct] [--dtype fp32]
+
+addition     the policy shipped with the package: workings that repeat themselves, 16 sums x 16, temperature 1
+code         a chat model that edits functions, 4 requests x 4, temperature 0.7 (needs ``sagc-fast fetch smollm2``)
+random       an untrained 8M-parameter Llama: text without any pattern, 8 prompts x 16, forced lognormal lengths
+tiny-random  the same of the addition policy's size, where a step is cheapest and every microsecond of the host shows
+
+Seconds are CPU seconds of one thread. "tail": from the moment the rollout without drafts has spent 80% of its time (the
+token count it had reached then) to its end. A gain is seconds without over seconds with, median over pairs.
+Tokens and log-probs are compared, too. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sagc_fast import RolloutEngine, SamplingParams
+from sagc_fast.model.config import ModelConfig
+from sagc_fast.model.loader import load_model, load_tokenizer, random_model
+from sagc_fast.rollout.call import Call
+from sagc_fast.tasks.addition import AdditionTask, model_folder
+from sagc_fast.types import Group
+
+TAIL = 0.8
+"""Share of the time without drafts after which the tail begins."""
+
+FUNCTIONS = (
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)",
+    "def find(items, target):\n    for index, item in enumerate(items):\n        if item == target:\n"
+    "            return index\n    return -1",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+    "        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()",
+    "def count_words(text):\n    counts = {}\n    for word in text.split():\n"
+    "        counts[word] = counts.get(word, 0) + 1\n    return counts",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an engine is asked, and the engine's parts."""
+
+    model: Any
+    tokenizer: Any
+    prompts: list[Any]
+    group_size: int
+    params: Callable[[int], Any]
+    """Sampling parameters for a seed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rollout: per step the seconds so far and the tokens so far."""
+
+    groups: list[Group]
+    seconds: list[float]
+    tokens: list[int]
+    stats: Any
+    fixed_tokens: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="default: all but code")
+    parser.add_argument("--mode", choices=("auto", "fixed"), default="auto")
+    parser.add_argument("--repeat", type=int, default=5, help="pairs of rollouts, each pair with its own seed")
+    parser.add_argument("--code-model", default="models/SmolLM2-135M-Instruct", metavar="DIR")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    for name in args.workloads or ["addition", "random", "tiny-random"]:
+        results[name] = compare(WORKLOADS[name](args), args.mode, args.repeat)
+        print(f"{name:12} " + "  ".join(f"{key} {value}" for key, value in results[name].items()), flush=True)
+    print(json.dumps({"bench": "speculation", "mode": args.mode, "dtype": args.dtype, **results}))
+    return 0 if all(result["is_identical"] for result in results.values()) else 1
+
+
+def compare(workload: Workload, mode: str, repeat: int) -> dict[str, Any]:
+    """Medians over pairs; the first pair warms up and teaches the step cost."""
+    engines = {
+        name: RolloutEngine(workload.model, workload.tokenizer, threads=1, speculation=name) for name in ("off", mode)
+    }
+    pairs = []
+    for seed in range(repeat + 1):
+        order = ("off", mode) if seed % 2 else (mode, "off")
+        runs = {name: rollout(engines[name], workload, seed) for name in order}
+        pairs.append((runs["off"], runs[mode]))
+    is_identical = all(texts(a) == texts(b) for a, b in pairs) if workload.model.dtype == torch.float32 else None
+    pairs = pairs[1:]
+    drafted = sum(b.stats.num_draft_tokens for _, b in pairs)
+    accepted = sum(b.stats.num_accepted_tokens for _, b in pairs)
+
+    def median(values: list[float]) -> float:
+        return round(statistics.median(values), 3)
+
+    return {
+        "gain": median([a.seconds[-1] / b.seconds[-1] for a, b in pairs]),
+        "tail_gain": median([tail_seconds(a, a) / tail_seconds(a, b) for a, b in pairs]),
+        "seconds": median([b.seconds[-1] for _, b in pairs]),
+        "steps_off": median([a.stats.num_steps for a, _ in pairs]),
+        "steps": median([b.stats.num_steps for _, b in pairs]),
+        "draft_tokens": drafted // len(pairs),
+        "accepted": round(accepted / drafted, 3) if drafted else None,
+        "fixed_tokens": round(pairs[-1][1].fixed_tokens, 1),
+        "is_identical": is_identical,
+    }
+
+
+def rollout(engine: RolloutEngine, workload: Workload, seed: int) -> Run:
+    """One call, its steps timed by this thread's CPU clock."""
+    seconds, tokens = [], []
+    step = Call._step
+
+    def timed(call: Call, index: int) -> list[Group]:
+        complete = step(call, index)
+        seconds.append(time.thread_time() - started)
+        stats = call._recorder
+        tokens.append(sum(stats.active_rows) + stats.num_accepted_tokens)
+        return complete
+
+    Call._step = timed
+    try:
+        started = time.thread_time()
+        groups = engine.generate(workload.prompts, workload.group_size, workload.params(seed))
+    finally:
+        Call._step = step
+    return Run(groups, seconds, tokens, engine.stats, engine._speculation.cost.fixed_tokens)
+
+
+def tail_seconds(base: Run, run: Run) -> float:
+    """Seconds that ``run`` takes from the token count at which ``base`` has spent 80% of its time."""
+    begin = base.tokens[bisect_left(base.seconds, TAIL * base.seconds[-1])]
+    return run.seconds[-1] - run.seconds[bisect_left(run.tokens, begin)]
+
+
+def texts(run: Run) -> list[tuple]:
+    return [(c.token_ids, c.logprobs, c.text, c.finish_reason) for group in run.groups for c in group.completions]
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
+
+
+def addition(args: argparse.Namespace) -> Workload:
+    task = AdditionTask()
+    prompts = [task.problem("train", index).prompt for index in range(16)]
+    folder = model_folder("addition")
+    params = lambda seed: SamplingParams(max_new_tokens=task.max_new_tokens, seed=seed)  # noqa: E731
+    return Workload(load_model(folder, dtype=args.dtype), load_tokenizer(folder), prompts, 16, params)
+
+
+def code(args: argparse.Namespace) -> Workload:
+    tokenizer = load_tokenizer(args.code_model)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"Add a docstring to this Python code. Answer with code only.\n\n{text}"}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        for text in FUNCTIONS
+    ]
+    params = lambda seed: SamplingParams(max_new_tokens=160, seed=seed, temperature=0.7)  # noqa: E731
+    return Workload(load_model(args.code_model, dtype=args.dtype), tokenizer, prompts, 4, params)
+
+
+def untrained(args: argparse.Namespace, vocab: int, width: int, hidden: int, layers: int, heads: int) -> Workload:
+    config = ModelConfig(
+        family="llama",
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        max_position_embeddings=2048,
+        eos_token_ids=(),
+    )
+    rng = random.Random(0)
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(64, 256))] for _ in range(8)]
+
+    def params(seed: int) -> list[list[SamplingParams]]:
+        lengths = random.Random(seed)
+        return [
+            [SamplingParams(max_new_tokens=_length(lengths), seed=seed, ignore_eos=True) for _ in range(16)]
+            for _ in prompts
+        ]
+
+    return Workload(random_model(config, seed=0, dtype=args.dtype), None, prompts, 16, params)
+
+
+def _length(rng: random.Random) -> int:
+    """Lognormal with a mean of 63 tokens, 8 to 256."""
+    return max(8, min(256, round(rng.lognormvariate(math.log(63) - 0.405, 0.9))))
+
+
+WORKLOADS: dict[str, Callable[[argparse.Namespace], Workload]] = {
+    "addition": addition,
+    "code": code,
+    "random": lambda args: untrained(args, 4096, 288, 768, 6, 6),
+    "tiny-random": lambda args: untrained(args, 64, 64, 176, 2, 4),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

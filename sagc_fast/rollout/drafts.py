@@ -1,0 +1,188 @@
+"""Where a completion's next tokens have probably been written before: an index over the texts of one prompt.
+
+The texts are the prompt, its completions, finished or still growing, and those of an earlier call. A :class:`Cursor`
+follows a text; each token that it takes is first compared with what the cursor expected (so that the hit rate is known
+before anything is drafted), then indexed, then looked up: the newest place where the last 8, 4 or 2 tokens stood before
+is where the text may go on. A match that holds grows with every token; a newer place takes over unless the match is
+longer than the run that found it.
+
+Runs of 2, 4 and 8 tokens are known by name: a run of 2n is the pair of the names of its halves (prefix doubling; Karp,
+Miller and Rosenberg 1972, "Rapid identification of repeated patterns"). A token thus costs at most three dictionary
+look-ups whatever the length of the text, names never collide, and nothing is ever rescanned. A run is named once its
+second half has been seen before, so that text which never repeats costs a single look-up (ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_TOKENS = 1 << 16
+"""Tokens one index takes in (ours; some 30 MB of Python objects); later ones are matched and no longer indexed."""
+NUM_LEVELS = 6
+"""Hit rates are kept apart by the bits of the match length: 1, 2-3, 4-7, 8-15, 16-31, and 32 or more tokens."""
+MEMORY_TRIALS = 512
+"""Expectations that a level's hit rate remembers; beyond, old ones fade by halves (ours)."""
+TRIAL_TOKENS = 128
+"""Tokens that an index reads before it may be found useless (ours)."""
+LEAST_HITS = 1 / 8
+"""Share of the tokens read that must have been expected rightly for more than the newest to be worth reading (ours)."""
+
+
+_Recent = tuple["_Run | None", ...]
+
+
+class HitRates:
+    """How often the expected token came, by length of the match that expected it."""
+
+    __slots__ = ("hits", "trials")
+
+    def __init__(self) -> None:
+        self.hits = [0] * (NUM_LEVELS + 1)
+        self.trials = [0] * (NUM_LEVELS + 1)
+
+    def of_length(self, match_length: int) -> float:
+        """Posterior mean under a uniform prior; 0.5 before anything was seen."""
+        level = min(match_length.bit_length(), NUM_LEVELS)
+        return (self.hits[level] + 1) / (self.trials[level] + 2)
+
+    def fade(self, level: int) -> None:
+        self.hits[level] //= 2
+        self.trials[level] //= 2
+
+
+class _Run:
+    """A run of tokens and what followed its newest occurrence: ``source[place]``."""
+
+    __slots__ = ("place", "source")
+
+    def __init__(self) -> None:
+        self.source: list[int] | None = None
+        self.place = 0
+
+
+class DraftIndex:
+    """The texts of one prompt. O(1) per token; memory is bounded by ``max_tokens``."""
+
+    def __init__(self, prompt: Iterable[int], rates: HitRates, max_tokens: int = MAX_TOKENS) -> None:
+        self.rates = rates
+        self.num_tokens = 0
+        """Indexed so far."""
+        self.num_hits = 0
+        """Of these, how many had been expected."""
+        self.max_tokens = max_tokens
+        self.twos: dict[tuple[int, int], _Run] = {}
+        self.pairs: dict[tuple[_Run, _Run], _Run] = {}
+        """Fours and eights by their halves."""
+        self._prompt = Cursor(self)
+        self._prompt.extend(prompt)
+        self._num_prompt_tokens = self.num_tokens
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether the completions read so far repeat each other, the prompt or themselves, or are too few to tell."""
+        num_read = self.num_tokens - self._num_prompt_tokens
+        return num_read < TRIAL_TOKENS or self.num_hits >= LEAST_HITS * num_read
+
+    def new_text(self) -> Cursor:
+        """A text that begins behind the prompt."""
+        return Cursor(self, behind=self._prompt)
+
+
+class Cursor:
+    """The end of one text, and the place where it may go on.
+
+    ``match_length`` tokens at least before ``source[place]`` are those that the text ends with; 0: nothing is expected.
+    """
+
+    __slots__ = ("_index", "_last", "_runs", "match_length", "place", "source", "text")
+
+    def __init__(self, index: DraftIndex, behind: Cursor | None = None) -> None:
+        self._index = index
+        self.text: list[int] = []
+        self.source: list[int] = []
+        self.place = 0
+        self.match_length = 0
+        self._last = behind._last if behind else -1
+        """The newest token, also of the text before."""
+        self._runs: _Recent = behind._runs if behind else (None,) * 7
+        """Names of the runs that end at the newest tokens: two, two before, four, four before (3 times), eight."""
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """The text goes on with these tokens."""
+        # One loop without calls: this is all that drafting costs on text that cannot be drafted.
+        index, text, rates = self._index, self.text, self._index.rates
+        twos, pairs = index.twos, index.pairs
+        hits, trials = rates.hits, rates.trials
+        last, length, source, place = self._last, self.match_length, self.source, self.place
+        two, two_1, four, four_1, four_2, four_3, eight = self._runs
+        here = len(text)
+        for token in tokens:
+            if length:  # compare what was expected with what came
+                level = length.bit_length()
+                if level > NUM_LEVELS:
+                    level = NUM_LEVELS
+                trials[level] += 1
+                if source[place] == token:
+                    hits[level] += 1
+                    index.num_hits += 1
+                    place += 1
+                    length += 1
+                else:
+                    length = 0
+                if trials[level] >= MEMORY_TRIALS:
+                    rates.fade(level)
+            is_growing = index.num_tokens < index.max_tokens
+            if is_growing:  # this is what follows the runs before it
+                index.num_tokens += 1
+                if two is not None:
+                    two.source, two.place = text, here
+                    if four is not None:
+                        four.source, four.place = text, here
+                        if eight is not None:
+                            eight.source, eight.place = text, here
+            text.append(token)
+            here += 1
+
+            two_2, two_1 = two_1, two
+            four_4, four_3, four_2, four_1 = four_3, four_2, four_1, four
+            four = eight = None
+            key = (last, token)
+            last = token
+            two = twos.get(key)
+            if two is None:
+                if is_growing:
+                    two = twos[key] = _Run()
+            elif two.source is not None and two_2 is not None:
+                four = pairs.get((two_2, two))
+                if four is None:
+                    if is_growing:
+                        four = pairs[two_2, two] = _Run()
+                elif four.source is not None and four_4 is not None:
+                    eight = pairs.get((four_4, four))
+                    if eight is None and is_growing:
+                        eight = pairs[four_4, four] = _Run()
+
+            if length and place >= len(source):
+                length = 0
+            if length <= 8 and eight is not None and eight.source is not None:
+                source, place, length = eight.source, eight.place, max(length, 8)
+            elif length <= 4 and four is not None and four.source is not None:
+                source, place, length = four.source, four.place, max(length, 4)
+            elif length <= 2 and two is not None and two.source is not None:
+                source, place, length = two.source, two.place, max(length, 2)
+        self._last, self.match_length, self.source, self.place = last, length, source, place
+        self._runs = (two, two_1, four, four_1, four_2, four_3, eight)
+
+    def skip(self, tokens: Iterable[int]) -> None:
+        """The text goes on with these tokens, and they are not looked at."""
+        self.text.extend(tokens)
+        self._last, self._runs, self.match_length = -1, (None,) * 7, 0
+
+    def draft(self, most: int) -> list[int]:
+        """At most ``most`` tokens that may come next. A text that repeats itself is drafted beyond its own end."""
+        if not self.match_length:
+            return []
+        tokens = self.source[self.place : self.place + most]
+        if self.source is self.text and len(tokens) < most:
+            tokens = (tokens * (-(-most // len(tokens))))[:most]
+        return tokens
