@@ -211,4 +211,5 @@ def stats_rows(stats: RolloutStats) -> list[tuple[str, str]]:
         ("KV blocks peak / total", f"{stats.kv_blocks_peak:,} / {stats.kv_blocks_total:,} ({kv_share:.0%})"),
         ("KV memory", f"{stats.kv_bytes_total / 1e6:,.1f} MB"),
         ("preemptions", f"{stats.num_preemptions:,}"),
+        ("drafted / accepted", f"{stats.num_draft_tokens:,} / {stats.num_accepted_tokens:,}"),
     ]

@@ -9,15 +9,14 @@ longer than the run that found it.
 Runs of 2, 4 and 8 tokens are known by name: a run of 2n is the pair of the names of its halves (prefix doubling; Karp,
 Miller and Rosenberg 1972, "Rapid identification of repeated patterns"). A token thus costs at most three dictionary
 look-ups whatever the length of the text, names never collide, and nothing is ever rescanned. A run is named once its
-second half has been seen before, so that text which never repeats costs a single look-up (ours).
+second half has been seen before, so that text which never repeats costs a single look-up (ours). An index that has
+taken in ``max_tokens`` forgets them and begins anew with the texts as they go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-MAX_TOKENS = 1 << 16
-"""Tokens one index takes in (ours; some 30 MB of Python objects); later ones are matched and no longer indexed."""
 NUM_LEVELS = 6
 """Hit rates are kept apart by the bits of the match length: 1, 2-3, 4-7, 8-15, 16-31, and 32 or more tokens."""
 MEMORY_TRIALS = 512
@@ -63,13 +62,14 @@ class _Run:
 class DraftIndex:
     """The texts of one prompt. O(1) per token; memory is bounded by ``max_tokens``."""
 
-    def __init__(self, prompt: Iterable[int], rates: HitRates, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, prompt: Iterable[int], rates: HitRates, max_tokens: int) -> None:
         self.rates = rates
         self.num_tokens = 0
         """Indexed so far."""
         self.num_hits = 0
         """Of these, how many had been expected."""
         self.max_tokens = max_tokens
+        self._num_prompt_tokens = 0
         self.twos: dict[tuple[int, int], _Run] = {}
         self.pairs: dict[tuple[_Run, _Run], _Run] = {}
         """Fours and eights by their halves."""
@@ -82,6 +82,12 @@ class DraftIndex:
         """Whether the completions read so far repeat each other, the prompt or themselves, or are too few to tell."""
         num_read = self.num_tokens - self._num_prompt_tokens
         return num_read < TRIAL_TOKENS or self.num_hits >= LEAST_HITS * num_read
+
+    def forget(self) -> None:
+        """Drop all runs; matches that go on are not broken."""
+        self.twos.clear()
+        self.pairs.clear()
+        self.num_tokens = self.num_hits = self._num_prompt_tokens = 0
 
     def new_text(self) -> Cursor:
         """A text that begins behind the prompt."""
@@ -131,15 +137,15 @@ class Cursor:
                     length = 0
                 if trials[level] >= MEMORY_TRIALS:
                     rates.fade(level)
-            is_growing = index.num_tokens < index.max_tokens
-            if is_growing:  # this is what follows the runs before it
-                index.num_tokens += 1
-                if two is not None:
-                    two.source, two.place = text, here
-                    if four is not None:
-                        four.source, four.place = text, here
-                        if eight is not None:
-                            eight.source, eight.place = text, here
+            index.num_tokens += 1
+            if index.num_tokens > index.max_tokens:
+                index.forget()
+            if two is not None:  # the token is what follows the runs before it
+                two.source, two.place = text, here
+                if four is not None:
+                    four.source, four.place = text, here
+                    if eight is not None:
+                        eight.source, eight.place = text, here
             text.append(token)
             here += 1
 
@@ -150,16 +156,14 @@ class Cursor:
             last = token
             two = twos.get(key)
             if two is None:
-                if is_growing:
-                    two = twos[key] = _Run()
+                two = twos[key] = _Run()
             elif two.source is not None and two_2 is not None:
                 four = pairs.get((two_2, two))
                 if four is None:
-                    if is_growing:
-                        four = pairs[two_2, two] = _Run()
+                    four = pairs[two_2, two] = _Run()
                 elif four.source is not None and four_4 is not None:
                     eight = pairs.get((four_4, four))
-                    if eight is None and is_growing:
+                    if eight is None:
                         eight = pairs[four_4, four] = _Run()
 
             if length and place >= len(source):
@@ -173,10 +177,10 @@ class Cursor:
         self._last, self.match_length, self.source, self.place = last, length, source, place
         self._runs = (two, two_1, four, four_1, four_2, four_3, eight)
 
-    def skip(self, tokens: Iterable[int]) -> None:
-        """The text goes on with these tokens, and they are not looked at."""
+    def skip(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these tokens (one at least), and they are not looked at."""
         self.text.extend(tokens)
-        self._last, self._runs, self.match_length = -1, (None,) * 7, 0
+        self._last, self._runs, self.match_length = tokens[-1], (None,) * 7, 0
 
     def draft(self, most: int) -> list[int]:
         """At most ``most`` tokens that may come next. A text that repeats itself is drafted beyond its own end."""

@@ -34,11 +34,12 @@ ROWS_PER_FIXED_TOKEN = 1.0
 """Nothing is looked up while more than ``F`` rows are live (ours): half of a step's cost is then its tokens' own."""
 MOST_DRAFTED = 32
 """Longest draft of a row in tokens (ours)."""
-LONGEST_PAUSE = 63
+LONGEST_PAUSE = 31
 """Most steps without a look-up after steps in which nothing was worth drafting (ours)."""
 NEWEST_TOKENS = 16
 """What is read of a text whose group has given no reason to read more (ours)."""
-
+MOST_INDEXED, LEAST_INDEXED = 1 << 17, 1 << 11
+"""Tokens that the indices of a call take in together, and one at least (ours; a token takes some 250 bytes)."""
 
 SpeculationMode = Literal["auto", "fixed", "off"]
 SPECULATION_MODES: tuple[SpeculationMode, ...] = ("auto", "fixed", "off")
@@ -165,7 +166,8 @@ class Speculator:
     def _index(self, group: PromptGroup) -> DraftIndex:
         """The group's index; made when it is first asked for, of all that has been written by then."""
         if group.drafts is None:
-            group.drafts = DraftIndex(group.token_ids.tolist(), self._rates)
+            max_tokens = max(LEAST_INDEXED, MOST_INDEXED // self._num_rows)  # no more groups are live than rows
+            group.drafts = DraftIndex(group.token_ids.tolist(), self._rates, max_tokens)
             earlier = [] if self._recall is None else self._recall.texts(group.token_ids)
             for text in (*earlier, *(c.token_ids for c in group.completions.values())):
                 if not group.drafts.is_promising:

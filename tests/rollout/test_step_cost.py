@@ -1,0 +1,73 @@
+"""The cost of a token against that of a step, learnt from noisy seconds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sagc_fast.rollout.step_cost import MOST_FIXED_TOKENS, StepCost, roofline_fixed_tokens
+
+
+def observe(cost, a, b, steps, noise=0.2, seed=0):
+    rng = random.Random(seed)
+    for _ in range(steps):
+        tokens = rng.randint(1, 40)
+        cost.observe(tokens, (a + b * tokens) * rng.uniform(1 - noise, 1 + noise))
+
+
+@pytest.mark.parametrize("prior", [3.0, 20.0, 100.0])
+def test_the_ratio_is_found_from_any_first_estimate(prior):
+    cost = StepCost(prior)
+    observe(cost, a=4e-3, b=2e-4, steps=600)
+    assert cost.fixed_tokens == pytest.approx(20, rel=0.4)
+    assert cost.seconds(10) == pytest.approx(4e-3 + 2e-3, rel=0.1)
+
+
+def test_steps_of_one_size_leave_the_first_estimate_alone():
+    cost = StepCost(15.0)
+    for _ in range(500):
+        cost.observe(8, 1e-3)
+    assert cost.fixed_tokens == pytest.approx(15.0)
+    assert cost.seconds(8) == pytest.approx(1e-3)
+
+
+def test_interruptions_count_little_and_a_slower_machine_in_the_end():
+    cost = StepCost(20.0)
+    observe(cost, a=4e-3, b=2e-4, steps=600)
+    before = cost.seconds(10)
+    for _ in range(5):
+        cost.observe(10, 1.0)
+    assert cost.seconds(10) < 1.1 * before
+    observe(cost, a=12e-3, b=6e-4, steps=1500)
+    assert cost.seconds(10) == pytest.approx(3 * before, rel=0.15)
+
+
+def test_a_fixed_ratio_listens_to_no_clock():
+    cost = StepCost(12.0, is_learnt=False)
+    observe(cost, a=4e-3, b=2e-6, steps=300)
+    assert cost.fixed_tokens == 12.0
+    assert cost.seconds(12) > 0
+
+
+def test_extremes_stay_within_bounds_and_large_steps_are_left_out():
+    cost = StepCost(12.0)
+    for tokens in list(range(1, 41)) * 50:
+        cost.observe(tokens, 1e-3)
+    assert 12 < cost.fixed_tokens <= MOST_FIXED_TOKENS
+    cost = StepCost(12.0)
+    for tokens in list(range(1, 41)) * 50:
+        cost.observe(tokens, 1e-3 * tokens)
+    assert 0.5 <= cost.fixed_tokens < 5
+    cost = StepCost(12.0)
+    cost.observe(1000, 1.0)
+    cost.observe(0, 1.0)
+    assert cost.seconds(1) == 0
+
+
+def test_the_roofline_of_known_models():
+    """100 thousand parameters are bound by the host, 8 million by both, 494 million in bf16 by arithmetic."""
+    assert roofline_fixed_tokens(0, 0) == pytest.approx(60)
+    assert 40 < roofline_fixed_tokens(100_000, 400_000) < 60
+    assert 8 < roofline_fixed_tokens(8_000_000, 32_000_000) < 20
+    assert 3 < roofline_fixed_tokens(494_000_000, 988_000_000) < 12
