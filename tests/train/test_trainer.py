@@ -90,9 +90,9 @@ def test_a_run_leaves_what_it_promises(tiny, kind):
     timeline = read(run_dir / "timeline.jsonl")
     assert [r["step"] for r in timeline] == [1, 2, 4]
     for line in timeline:
-        for row in line["rows"]:
-            assert row["last_step"] - row["first_step"] + 1 == row["length"]
-        assert sum(row["length"] for row in line["rows"]) == sum(line["active_rows"])
+        spans = [row["last_step"] - row["first_step"] + 1 for row in line["rows"]]
+        assert all(span <= row["length"] for span, row in zip(spans, line["rows"], strict=True))  # drafts save steps
+        assert sum(spans) == sum(line["active_rows"])
     assert summary["accuracy_before"] == evals[0]["accuracy"]
     assert summary["accuracy_after"] == evals[-1]["accuracy"]
     assert not summary["is_interrupted"]
