@@ -15,5 +15,7 @@ def test_a_hidden_state_that_nobody_draws_from_shifts_no_other() -> None:
     """Skipping one row and drawing twice from another once looked like one draw per row: 3 samples over 3 rows."""
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=4), logits=lambda hidden: hidden)
     hidden_states = 50.0 * torch.eye(4)  # row u all but names token u
-    tokens, _ = Sampler(model, RowTable(3, max_blocks=1), None).sample(hidden_states, np.array([0, 2, 2]), np.arange(3))
+    tokens, _ = Sampler(model, RowTable(3, max_blocks=1), None).sample(
+        hidden_states, np.array([0, 2, 2]), np.arange(3), np.zeros(3, int)
+    )
     assert tokens.tolist() == [0, 2, 2]
