@@ -11,7 +11,8 @@ The number of tokens of a call is fixed, so a call is fast when it has few steps
 Memory. Blocks for decode rows are secured before anything else in a step, so that nothing can fail later in it: idle
 prompts (cached for siblings that wait, none running) go first, then the youngest sequences are sent back to wait,
 oldest readmitted first; their tokens are kept and only their KV is computed again. New sequences are admitted only
-while one free block per running row remains (ours: a row grows by ``block_size`` tokens before it needs another).
+while one free block per running row remains (ours: a row grows by ``block_size`` tokens before it needs another); where
+that fails, idle prompts of other groups go as well, the one idle for longest first, if the sequence can start for it.
 
 A step costs O(admitted rows), most of it in whole-array operations; completions that wait cost nothing.
 """
@@ -110,6 +111,7 @@ class Scheduler:
         self._prefilling: list[PromptGroup] = []
         self._recomputing: list[Sequence] = []
         self._idle: dict[int, PromptGroup] = {}
+        self._num_idle_blocks = 0
         self._num_started = 0
         self._copies: list[tuple[int, int]] = []
         self._late_forks: list[Sequence] = []
@@ -287,12 +289,17 @@ class Scheduler:
             return
         if group.num_waiting:
             self._idle[group.prompt_index] = group
+            self._num_idle_blocks += group.blocks.size
         else:
             self._evict_prompt(group)
             group.last_hidden = None
 
+    def _not_idle(self, group: PromptGroup) -> None:
+        if self._idle.pop(group.prompt_index, None) is not None:
+            self._num_idle_blocks -= group.blocks.size
+
     def _evict_prompt(self, group: PromptGroup) -> None:
-        self._idle.pop(group.prompt_index, None)
+        self._not_idle(group)
         self.blocks.release(group.blocks)
         group.blocks = NO_BLOCKS
         group.num_cached = 0
@@ -323,17 +330,19 @@ class Scheduler:
             self._place(sequence)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether the sequence may start now; with nothing running, make it so."""
-        needed = self._blocks_to_start(sequence)
+        """Whether the sequence may start now, with idle prompts of other groups given up for it where that is enough;
+        with nothing running, make it so."""
         num_running = self.rows.num_occupied
-        if num_running:
-            return self.blocks.num_free - needed > num_running
-        while self.blocks.num_free < needed:
-            others = [group for group in self._idle.values() if group is not sequence.group]
-            if not others:
-                break  # placing takes over the prompt's partial block instead of copying it
-            self._evict_prompt(others[0])
-        return True
+        wanted = self._blocks_to_start(sequence) + (num_running + 1 if num_running else 0)
+        if wanted <= self.blocks.num_free:
+            return True
+        own = self._idle.get(sequence.group.prompt_index)
+        num_idle = self._num_idle_blocks - (own.blocks.size if own else 0)
+        if num_running and wanted > self.blocks.num_free + num_idle:
+            return False
+        while wanted > self.blocks.num_free and len(self._idle) > (own is not None):
+            self._evict_prompt(next(group for group in self._idle.values() if group is not own))
+        return True  # with nothing running, placing takes over the prompt's partial block instead of copying it
 
     def _blocks_to_start(self, sequence: Sequence) -> int:
         group = sequence.group
@@ -351,7 +360,7 @@ class Scheduler:
         group = sequence.group
         self.rows.attach(sequence)
         group.num_live += 1
-        self._idle.pop(group.prompt_index, None)
+        self._not_idle(group)
         if not group.is_cached:
             group.joiners.append(sequence)
             if not group.is_prefilling:

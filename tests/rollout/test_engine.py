@@ -49,6 +49,20 @@ def test_stop_string_stays_in_the_tokens_and_leaves_the_text(scripted):
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
+@pytest.mark.parametrize("ids", [[ord("c")], []])
+def test_a_stop_string_leaves_the_text_also_where_an_end_token_completes_it(scripted, ids):
+    """The string once stayed in the text when its last token was a stop token id as well."""
+    params = SamplingParams(temperature=0, stop=["bc"], stop_token_ids=ids)
+    (completion,) = scripted("abcd").generate(["x"], 1, params)[0].completions
+    assert (completion.text, bytes(completion.token_ids), completion.finish_reason) == ("a", b"abc", "stop")
+
+
+def test_a_stop_token_without_a_stop_string_stays_in_the_text_unless_it_is_special(scripted):
+    params = SamplingParams(temperature=0, stop=["zz"], stop_token_ids=[ord("c")])
+    (completion,) = scripted("abcd").generate(["x"], 1, params)[0].completions
+    assert (completion.text, completion.finish_reason) == ("abc", "stop")
+
+
 def test_end_token_stays_in_the_tokens_and_leaves_the_text(scripted):
     (completion,) = scripted("abc").generate(["x"], 1, SamplingParams(temperature=0))[0].completions
     assert (completion.token_ids, completion.text, completion.finish_reason) == ([97, 98, 99, 256], "abc", "stop")

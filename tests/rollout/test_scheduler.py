@@ -82,6 +82,7 @@ class Simulation:
             assert self.blocks.refcounts[self.rows.block_tables[slot, column]] == 1, "a shared block would be written"
             assert self.rows.num_computed[slot] == self.rows.length[slot] - 1
         assert np.unique(plan.copy_targets).size == plan.copy_targets.size
+        assert self.scheduler._num_idle_blocks == sum(g.blocks.size for g in self.scheduler._idle.values())
 
 
 @st.composite
@@ -171,6 +172,18 @@ def test_the_youngest_gives_way_and_the_oldest_never():
         simulation.step()
     assert [simulation.rows.sequences[s].order for s in simulation.rows.decode_slots] == [0]
     simulation.run()
+
+
+def test_an_idle_prompt_gives_way_to_a_completion_that_could_start():
+    """Group 0 waits with a low expectation while its prompt holds 10 of 12 blocks; a row once stayed empty."""
+    simulation = Simulation([40, 4], [[2] * 4, [30] * 3], blocks=12, block_size=4, rows=2, caps=[40, 40])
+    simulation.step()
+    simulation.step()
+    assert [len(g.sequences) - g.num_finished for g in simulation.groups] == [2, 3]
+    assert simulation.step().sample_slots.size == 2
+    assert simulation.groups[0].blocks.size == 0
+    simulation.run()
+    assert [s.num_output for s in simulation.groups[0].sequences] == [2] * 4
 
 
 def test_work_per_step_does_not_grow_with_those_that_wait():
