@@ -405,12 +405,17 @@ void attention_range(const AttentionArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+template <class T>
+void attention_from(const AttentionArgs& a, int64_t begin, int64_t end) {
+  switch (a.cache_dtype) {
+    case Dtype::kFloat32: return attention_range<T, float>(a, begin, end);
+    case Dtype::kBFloat16: return attention_range<T, bf16_t>(a, begin, end);
+    case Dtype::kFloat16: return attention_range<T, fp16_t>(a, begin, end);
+  }
+}
+
 void attention(const AttentionArgs& a, int64_t begin, int64_t end) {
-  const bool q32 = a.dtype == Dtype::kFloat32, kv32 = a.cache_dtype == Dtype::kFloat32;
-  if (q32)
-    kv32 ? attention_range<float, float>(a, begin, end) : attention_range<float, bf16_t>(a, begin, end);
-  else
-    kv32 ? attention_range<bf16_t, float>(a, begin, end) : attention_range<bf16_t, bf16_t>(a, begin, end);
+  a.dtype == Dtype::kFloat32 ? attention_from<float>(a, begin, end) : attention_from<bf16_t>(a, begin, end);
 }
 
 }  // namespace

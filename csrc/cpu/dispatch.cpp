@@ -79,7 +79,7 @@ bool has_amx() {
 const Level kLevels[] = {
     {"scalar", [] { return true; }, []() -> const KernelTable& { return kScalarKernels; }},
 #if defined(__x86_64__)
-    {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); },
+    {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
      []() -> const KernelTable& { return kAvx2Kernels; }},
     {"avx512", has_avx512, []() -> const KernelTable& { return kAvx512Kernels; }},
     {"avx512_bf16",

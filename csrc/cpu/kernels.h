@@ -15,8 +15,11 @@ namespace sagc {
 struct bf16_t {
   uint16_t bits;
 };
+struct fp16_t {
+  uint16_t bits;
+};
 
-enum class Dtype { kFloat32, kBFloat16 };
+enum class Dtype { kFloat32, kBFloat16, kFloat16 };  // kFloat16 only for the KV cache
 
 // y[M, N] = x[M, K] weight[N, K]^T (+ bias[N]); the bias has y_dtype, sums are fp32.
 //

@@ -62,8 +62,8 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   check_contiguous(k_cache, "k_cache");
   check_contiguous(v_cache, "v_cache");
   AttentionArgs args{};
-  args.dtype = dtype_of(q, "q"), args.cache_dtype = dtype_of(k_cache, "k_cache");
-  STD_TORCH_CHECK(dtype_of(v_cache, "v_cache") == args.cache_dtype, "k_cache and v_cache differ in dtype");
+  args.dtype = dtype_of(q, "q"), args.cache_dtype = cache_dtype_of(k_cache, "k_cache");
+  STD_TORCH_CHECK(cache_dtype_of(v_cache, "v_cache") == args.cache_dtype, "k_cache and v_cache differ in dtype");
   args.num_heads = q.size(1), args.num_kv_heads = k_cache.size(1), args.head_dim = q.size(2), args.block_size = k_cache.size(2);
   STD_TORCH_CHECK(args.num_kv_heads > 0 && args.num_heads % args.num_kv_heads == 0,
                   "the number of query heads must be a multiple of the number of KV heads");

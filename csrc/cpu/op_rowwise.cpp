@@ -103,9 +103,9 @@ Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const T
   STD_TORCH_CHECK(cos.dim() == 2 && sin.dim() == 2 && cos.size(1) == D / 2 && sin.size(1) == D / 2 && cos.size(0) == sin.size(0),
                   "cos and sin must be [positions, head width / 2]");
   RopeArgs args{};
-  args.dtype = dtype_of(q, "q"), args.cache_dtype = dtype_of(k_cache, "k_cache");
+  args.dtype = dtype_of(q, "q"), args.cache_dtype = cache_dtype_of(k_cache, "k_cache");
   STD_TORCH_CHECK(dtype_of(k, "k") == args.dtype && dtype_of(v, "v") == args.dtype, "q, k and v differ in dtype");
-  STD_TORCH_CHECK(dtype_of(v_cache, "v_cache") == args.cache_dtype, "k_cache and v_cache differ in dtype");
+  STD_TORCH_CHECK(cache_dtype_of(v_cache, "v_cache") == args.cache_dtype, "k_cache and v_cache differ in dtype");
   Tensor out = empty({T, H, D}, q.scalar_type());
   args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
   args.q_stride = q.stride(0), args.k_stride = k.stride(0), args.v_stride = v.stride(0);

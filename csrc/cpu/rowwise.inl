@@ -86,12 +86,17 @@ void rope_range(const RopeArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+template <class T>
+void rope_from(const RopeArgs& a, int64_t begin, int64_t end) {
+  switch (a.cache_dtype) {
+    case Dtype::kFloat32: return rope_range<T, float>(a, begin, end);
+    case Dtype::kBFloat16: return rope_range<T, bf16_t>(a, begin, end);
+    case Dtype::kFloat16: return rope_range<T, fp16_t>(a, begin, end);
+  }
+}
+
 void rope_and_cache(const RopeArgs& a, int64_t begin, int64_t end) {
-  const bool x32 = a.dtype == Dtype::kFloat32, kv32 = a.cache_dtype == Dtype::kFloat32;
-  if (x32)
-    kv32 ? rope_range<float, float>(a, begin, end) : rope_range<float, bf16_t>(a, begin, end);
-  else
-    kv32 ? rope_range<bf16_t, float>(a, begin, end) : rope_range<bf16_t, bf16_t>(a, begin, end);
+  a.dtype == Dtype::kFloat32 ? rope_from<float>(a, begin, end) : rope_from<bf16_t>(a, begin, end);
 }
 
 }  // namespace

@@ -22,6 +22,14 @@ inline Dtype dtype_of(const Tensor& t, const char* name) {
   return type == ScalarType::Float ? Dtype::kFloat32 : Dtype::kBFloat16;
 }
 
+// That of the KV cache, which may also be float16.
+inline Dtype cache_dtype_of(const Tensor& t, const char* name) {
+  const ScalarType type = t.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+                  " must be float32, bfloat16 or float16");
+  return type == ScalarType::Half ? Dtype::kFloat16 : dtype_of(t, name);
+}
+
 inline void check_type(const Tensor& t, ScalarType type, const char* name, const char* type_name) {
   STD_TORCH_CHECK(t.scalar_type() == type, name, " must be ", type_name);
 }

@@ -14,15 +14,20 @@ struct Vec {
   static Vec splat(float x) { return {_mm256_set1_ps(x)}; }
   static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
   static Vec load(const bf16_t* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static Vec load(const fp16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
   static Vec load_partial(const float* p, int n) { return {_mm256_maskload_ps(p, lane_mask(n))}; }
-  static Vec load_partial(const bf16_t* p, int n) {
-    bf16_t lanes[kWidth] = {};
+  template <class T>
+  static Vec load_partial(const T* p, int n) {
+    T lanes[kWidth] = {};
     for (int i = 0; i < n; i++) lanes[i] = p[i];
     return load(lanes);
   }
 
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   void store(bf16_t* p) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow()); }
+  void store(fp16_t* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
   template <class T>
   void store_partial(T* p, int n) const {
     T lanes[kWidth];
@@ -34,8 +39,9 @@ struct Vec {
   static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
   static Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
   static Vec round(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-  static Vec pow2(Vec n) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
+  static Vec scale(Vec a, Vec n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+    return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
   }
   static Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};

@@ -15,21 +15,23 @@ struct Vec {
   static Vec splat(float x) { return {_mm512_set1_ps(x)}; }
   static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static Vec load(const bf16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Vec load(const fp16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
   static Vec load_partial(const float* p, int n) { return {_mm512_maskz_loadu_ps(lane_mask(n), p)}; }
   static Vec load_partial(const bf16_t* p, int n) { return widen(_mm256_maskz_loadu_epi16(lane_mask(n), p)); }
+  static Vec load_partial(const fp16_t* p, int n) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lane_mask(n), p))}; }
 
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(bf16_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow()); }
+  void store(fp16_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half()); }
   void store_partial(float* p, int n) const { _mm512_mask_storeu_ps(p, lane_mask(n), v); }
   void store_partial(bf16_t* p, int n) const { _mm256_mask_storeu_epi16(p, lane_mask(n), narrow()); }
+  void store_partial(fp16_t* p, int n) const { _mm256_mask_storeu_epi16(p, lane_mask(n), half()); }
 
   static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
   static Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
   static Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
   static Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-  static Vec pow2(Vec n) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
-  }
+  static Vec scale(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
   static Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
   }
@@ -63,6 +65,7 @@ struct Vec {
     return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   }
   static Vec widen(__m256i h) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))}; }
+  __m256i half() const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
   __m256i narrow() const {  // round to nearest even; NaN keeps its sign and becomes quiet
     __m512i u = _mm512_castps_si512(v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));

@@ -18,7 +18,7 @@ inline Vec exp(Vec x) {
   p = Vec::fma(p, r, Vec::splat(1.666652113199234e-1f));
   p = Vec::fma(p, r, Vec::splat(4.999999403953552e-1f));
   p = Vec::fma(p, r * r, r) + Vec::splat(1.0f);
-  return Vec::select_less(x, low, Vec::zero(), p * Vec::pow2(n));
+  return Vec::select_less(x, low, Vec::zero(), Vec::scale(p, n));
 }
 
 // x as it would be after being stored as T.

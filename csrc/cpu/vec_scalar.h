@@ -32,6 +32,9 @@ struct Vec {
   static Vec load(const bf16_t* p) {
     return map([&](int i) { return widen(p[i]); });
   }
+  static Vec load(const fp16_t* p) {
+    return map([&](int i) { return widen(p[i]); });
+  }
   // The first n lanes from memory, the others zero; nothing behind p + n is read.
   template <class T>
   static Vec load_partial(const T* p, int n) {
@@ -42,6 +45,9 @@ struct Vec {
   void store(float* p) const { std::memcpy(p, v, sizeof v); }
   void store(bf16_t* p) const {
     for (int i = 0; i < kWidth; i++) p[i] = narrow(v[i]);
+  }
+  void store(fp16_t* p) const {
+    for (int i = 0; i < kWidth; i++) p[i] = half(v[i]);
   }
   template <class T>
   void store_partial(T* p, int n) const {
@@ -76,11 +82,11 @@ struct Vec {
   static Vec round(Vec a) {
     return map([&](int i) { return std::nearbyint(a.v[i]); });
   }
-  // 2^n for whole n in [-126, 127]; anything for NaN.
-  static Vec pow2(Vec n) {
+  // a * 2^n for whole n in [-126, 127]; anything where n is NaN and a is too.
+  static Vec scale(Vec a, Vec n) {
     return map([&](int i) {
       uint32_t bits = static_cast<uint32_t>(n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) + 127 : 127) << 23;
-      return from_bits(bits);
+      return a.v[i] * from_bits(bits);
     });
   }
   static Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
@@ -108,6 +114,26 @@ struct Vec {
     return f;
   }
   static float widen(bf16_t h) { return from_bits(static_cast<uint32_t>(h.bits) << 16); }
+  static float widen(fp16_t h) {
+    const uint32_t sign = (h.bits & 0x8000u) << 16, magnitude = h.bits & 0x7fffu;
+    if (magnitude >= 0x7c00u) return from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+    // The exponent stands 112 too low; the multiplication mends that, also for denormals.
+    return from_bits(sign | 0x77800000u) * from_bits(magnitude << 13);
+  }
+  static fp16_t half(float f) {  // round to nearest even
+    uint32_t u;
+    std::memcpy(&u, &f, sizeof u);
+    const uint32_t sign = u >> 16 & 0x8000u;
+    u &= 0x7fffffffu;
+    if (u > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u | (u >> 13 & 0x3ffu))};
+    if (u >= 0x47800000u) return {static_cast<uint16_t>(sign | 0x7c00u)};
+    if (u < 0x38800000u) {  // denormal: adding 0.5 leaves its bits, rounded, at the end of the sum's
+      const float sum = from_bits(u) + 0.5f;
+      std::memcpy(&u, &sum, sizeof u);
+      return {static_cast<uint16_t>(sign | (u - 0x3f000000u))};
+    }
+    return {static_cast<uint16_t>(sign | ((u + 0xc8000fffu + (u >> 13 & 1u)) >> 13))};
+  }
   static bf16_t narrow(float f) {  // round to nearest even; NaN keeps its sign and becomes quiet
     uint32_t u;
     std::memcpy(&u, &f, sizeof u);

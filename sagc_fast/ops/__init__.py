@@ -123,6 +123,8 @@ def _resolve_with_cache(op: str, q_THD: torch.Tensor, k_cache: torch.Tensor) -> 
     """The cache's dtype may differ from the model's; a fast backend only where both are served."""
     device = q_THD.device.type
     backend = resolve(op, device, q_THD.dtype)
+    if backend == "native":
+        return backend if native_module().supports_cache(k_cache.dtype) else "torch"
     return backend if backend == resolve(op, device, k_cache.dtype) else "torch"
 
 

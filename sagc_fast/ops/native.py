@@ -67,6 +67,11 @@ def supports(op: str, device_type: str, dtype: torch.dtype) -> bool:
     return op in OPS and device_type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
+def supports_cache(dtype: torch.dtype) -> bool:
+    """Whether ``rope_and_cache`` and ``paged_attention`` serve a KV cache of this dtype, whatever the model's."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """Accumulates in fp32 whatever the dtypes; x and the bias share one, the weight may have the other."""
     return _ops.linear(x_TK, weight_NK, bias_N)
@@ -104,7 +109,7 @@ def rope_and_cache(
 def paged_attention(
     q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: PagedLayout, scale: float
 ) -> torch.Tensor:
-    """Reads the blocks that siblings share once for up to 32 of their rows; a row's bits do not depend on it."""
+    """Reads the blocks that siblings share once for up to 64 of their rows; a row's bits do not depend on it."""
     return _ops.paged_attention(
         q_THD,
         k_cache,

@@ -193,11 +193,15 @@ def test_queries_may_be_a_slice_of_a_fused_projection(native: ModuleType) -> Non
     assert torch.equal(native.paged_attention(q, cache.k, cache.v, layout, 0.1), expected)
 
 
-def test_bf16_cache_and_queries_are_computed_in_fp32(native: ModuleType) -> None:
-    cache = make_cache([150, 90], 3, 16, 64)
-    half = replace(cache, k=cache.k.bfloat16(), v=cache.v.bfloat16())
+@pytest.mark.parametrize("head_dim", [64, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_cache_and_bf16_queries_are_computed_in_fp32(
+    native: ModuleType, dtype: torch.dtype, head_dim: int
+) -> None:
+    cache = make_cache([150, 90], 3, 16, head_dim)
+    half = replace(cache, k=cache.k.to(dtype), v=cache.v.to(dtype))
     layout = plain_layout(cache, [0, 1], [150, 90], [1, 4])
-    q = torch.randn(5, 9, 64).bfloat16()
+    q = torch.randn(5, 9, head_dim).bfloat16()
     wide = native.paged_attention(q.float(), half.k.float(), half.v.float(), layout, 0.125)
     assert torch.equal(native.paged_attention(q.float(), half.k, half.v, layout, 0.125), wide)
     assert torch.equal(native.paged_attention(q, half.k, half.v, layout, 0.125), wide.bfloat16())

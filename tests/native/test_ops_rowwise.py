@@ -99,14 +99,19 @@ def test_rope_rotates_and_writes_exactly_the_slots(
     assert (v_rows[others] == 7).all()
 
 
-def test_rope_narrows_to_the_dtype_of_the_cache(native: ModuleType) -> None:
-    case = rope_case(5, 4, 2, 32, 16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rope_narrows_to_the_dtype_of_the_cache(native: ModuleType, dtype: torch.dtype) -> None:
+    """To nearest even, also where fp16 has only denormals, overflows, or half of its last place decides."""
+    case = rope_case(5, 4, 2, 36, 16)
+    awkward = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.0, 65520.0, -1e30, 2.0**-14, 1.5e-5, 3 * 2.0**-25, 2.0**-25, 1e-9]
+    case[2].view(-1)[:10] = torch.tensor(awkward)
+    case[2].view(-1)[10] = float("nan")
     wide_k, wide_v = case[6].clone(), case[7].clone()
     native.rope_and_cache(*case[:6], wide_k, wide_v, case[8])
-    narrow_k, narrow_v = case[6].bfloat16(), case[7].bfloat16()
+    narrow_k, narrow_v = case[6].to(dtype), case[7].to(dtype)
     native.rope_and_cache(*case[:6], narrow_k, narrow_v, case[8])
-    assert torch.equal(narrow_k, wide_k.bfloat16())
-    assert torch.equal(narrow_v, wide_v.bfloat16())
+    torch.testing.assert_close(narrow_k, wide_k.to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(narrow_v, wide_v.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("index", "value", "message"), [(5, 50, "position of token 3"), (8, 999, "slot of token 3")])
