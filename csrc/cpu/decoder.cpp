@@ -172,7 +172,7 @@ Decoder::Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_
   STD_TORCH_CHECK(weights.size() > 3 && (weights.size() - 3) % 12 == 0 && caches.size() == (weights.size() - 3) / 6,
                   "the decoder needs 3 weights, 12 per layer and 2 caches per layer, not ", weights.size(), " and ", caches.size());
   const Tensor &embedding = weights[0], &cache = caches[0];
-  dtype_ = dtype_of(embedding, "the embedding"), cache_dtype_ = dtype_of(cache, "the KV cache");
+  dtype_ = dtype_of(embedding, "the embedding"), cache_dtype_ = cache_dtype_of(cache, "the KV cache");
   item_ = dtype_ == Dtype::kFloat32 ? 4 : 2;
   STD_TORCH_CHECK(embedding.dim() == 2 && cache.dim() == 4, "the embedding must be [V, E], a cache [blocks, K, block size, D]");
   V_ = embedding.size(0), E_ = embedding.size(1);
@@ -197,7 +197,7 @@ Decoder::Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_
     for (int j = 0; j < 2; j++) {
       const Tensor& t = caches[2 * i + j];
       STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == num_blocks_ && t.size(1) == K_ && t.size(2) == block_size_ && t.size(3) == D_ &&
-                          t.is_contiguous() && dtype_of(t, "the KV cache") == cache_dtype_,
+                          t.is_contiguous() && cache_dtype_of(t, "the KV cache") == cache_dtype_,
                       "all KV caches must be contiguous and of one shape and dtype");
     }
     layer.k_cache = caches[2 * i].mutable_data_ptr(), layer.v_cache = caches[2 * i + 1].mutable_data_ptr();

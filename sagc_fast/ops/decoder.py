@@ -86,4 +86,5 @@ class Decoder:
 
 def has_decoder(device_type: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
     """Whether the native decoder serves a model and a cache of these dtypes there."""
-    return all(resolve("decoder", device_type, one) == "native" for one in (dtype, cache_dtype))
+    is_native = resolve("decoder", device_type, dtype) == "native"
+    return is_native and native_module().supports_cache(cache_dtype)

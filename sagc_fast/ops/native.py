@@ -68,7 +68,7 @@ def supports(op: str, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def supports_cache(dtype: torch.dtype) -> bool:
-    """Whether ``rope_and_cache`` and ``paged_attention`` serve a KV cache of this dtype, whatever the model's."""
+    """Whether ``rope_and_cache``, ``paged_attention`` and the decoder serve a KV cache of this dtype, whatever the model's."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 

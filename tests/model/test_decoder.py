@@ -40,7 +40,7 @@ def folders(hf_folder: Callable[..., tuple[Any, Path]]) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits_as_operator_by_operator(
@@ -115,9 +115,10 @@ def test_a_decoder_is_freed_with_its_object(folders: dict[str, Path], bare_cache
         native_module().decoder_sample(handle, *(torch.zeros(1, 1),) * 4)
 
 
-def test_plain_torch_and_half_precision_have_none(folders: dict[str, Path], bare_cache: Any) -> None:
+def test_plain_torch_and_half_precision_models_have_none(folders: dict[str, Path], bare_cache: Any) -> None:
     model = load_model(folders["llama"])
     assert model.decoder(bare_cache(model.config)) is not None
-    assert model.decoder(bare_cache(model.config, dtype=torch.float16)) is None
+    half = load_model(folders["llama"], dtype="fp16")
+    assert half.decoder(bare_cache(model.config, dtype=torch.float16)) is None
     with use_backend("torch"):
         assert model.decoder(bare_cache(model.config)) is None

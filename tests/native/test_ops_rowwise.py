@@ -104,8 +104,8 @@ def test_rope_narrows_to_the_dtype_of_the_cache(native: ModuleType, dtype: torch
     """To nearest even, also where fp16 has only denormals, overflows, or half of its last place decides."""
     case = rope_case(5, 4, 2, 36, 16)
     awkward = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.0, 65520.0, -1e30, 2.0**-14, 1.5e-5, 3 * 2.0**-25, 2.0**-25, 1e-9]
-    case[2].view(-1)[:10] = torch.tensor(awkward)
-    case[2].view(-1)[10] = float("nan")
+    case[2] = case[2].clone(memory_format=torch.contiguous_format)
+    case[2].view(-1)[:11] = torch.tensor([*awkward, float("nan")])
     wide_k, wide_v = case[6].clone(), case[7].clone()
     native.rope_and_cache(*case[:6], wide_k, wide_v, case[8])
     narrow_k, narrow_v = case[6].to(dtype), case[7].to(dtype)
