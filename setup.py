@@ -29,6 +29,7 @@ EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard
 
 CPU_SOURCES = (
     *("library", "threads", "op_linear", "op_attention", "attention_plan", "op_rowwise", "decoder"),
+    *("op_varlen", "op_training"),
     *("dispatch", "level_scalar", "level_avx2", "level_avx512", "level_avx512_bf16"),
     *("level_amx", "level_amx_emulated"),
 )

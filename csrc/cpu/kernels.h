@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "training.h"
+
 namespace sagc {
 
 struct bf16_t {
@@ -123,6 +125,7 @@ struct KernelTable {
   void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);
   void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);
   void (*sample)(const SampleArgs&, int64_t begin, int64_t end);
+  TrainingKernels training;
 };
 
 extern const KernelTable kScalarKernels;

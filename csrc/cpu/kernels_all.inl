@@ -8,7 +8,15 @@
 #include "attention.inl"
 #include "rowwise.inl"
 #include "sampling.inl"
+#include "varlen.inl"
+#include "rowwise_backward.inl"
+#include "logits.inl"
 // clang-format on
 
-#define SAGC_KERNEL_TABLE(name) \
-  { name, linear_scratch, linear_pack, linear_items, linear, rms_norm, silu_mul, rope_and_cache, attention, sample }
+#define SAGC_TRAINING_KERNELS                                                                                          \
+  {varlen_scratch, varlen,       varlen_backward, rms_norm_backward, silu_mul_backward, rotary_split, rotary_merge, \
+   logits_stats,   logits_grad}
+
+#define SAGC_KERNEL_TABLE(name)                                                                                       \
+  { name, linear_scratch, linear_pack, linear_items, linear, rms_norm, silu_mul, rope_and_cache, attention, sample, \
+    SAGC_TRAINING_KERNELS }

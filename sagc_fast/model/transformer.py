@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from sagc_fast import ops
 from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.rope import rope_tables
-from sagc_fast.ops import reference
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 
 if TYPE_CHECKING:
@@ -80,18 +79,19 @@ class DecoderLayer(nn.Module):
         self, x_TE: torch.Tensor, layout: PackedLayout, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor
     ) -> torch.Tensor:
         """Residual stream in, residual stream out; differentiable."""
-        eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
-        normed_TE = reference.rms_norm(x_TE, self.input_norm, eps)
-        q_THD, k_TKD, v_TKD = self.split_heads(self.project("qkv", normed_TE))
+        config, eps = self.config, self.config.rms_norm_eps
+        normed_TE = ops.rms_norm(x_TE, self.input_norm, eps)
+        qkv_TX = self.project("qkv", normed_TE)
         if self.q_norm is not None:
-            q_THD = reference.rms_norm(q_THD, self.q_norm, eps)
-            k_TKD = reference.rms_norm(k_TKD, self.k_norm, eps)
-        q_THD, k_TKD = reference.rotate(q_THD, cos_TD2, sin_TD2), reference.rotate(k_TKD, cos_TD2, sin_TD2)
-        attended = ops.varlen_attention(q_THD, k_TKD, v_TKD, layout, scale).flatten(1)
-        x_TE = x_TE + self.project("o", attended)
-        normed_TE = reference.rms_norm(x_TE, self.post_norm, eps)
-        gate_TF, up_TF = self.project("gate_up", normed_TE).chunk(2, dim=-1)
-        return x_TE + self.project("down", functional.silu(gate_TF) * up_TF)
+            q_THD, k_TKD, v_TKD = self.split_heads(qkv_TX)
+            q_THD, k_TKD = _head_norm(q_THD, self.q_norm, eps), _head_norm(k_TKD, self.k_norm, eps)
+            qkv_TX = torch.cat((q_THD, k_TKD, v_TKD), dim=1).flatten(1)
+        q_THD, k_TKD, v_TKD = ops.rotary_split(qkv_TX, cos_TD2, sin_TD2, config.num_heads, config.num_kv_heads)
+        attended = ops.varlen_attention(q_THD, k_TKD, v_TKD, layout, config.head_dim**-0.5).flatten(1)
+        attended_TE = self.project("o", attended)
+        normed_TE, x_TE = ops.add_rms_norm(attended_TE, x_TE, self.post_norm, eps)
+        gated_TF = ops.silu_mul(self.project("gate_up", normed_TE))
+        return x_TE + self.project("down", gated_TF)
 
 
 class Transformer(nn.Module):
@@ -207,7 +207,7 @@ class Transformer(nn.Module):
                 x_TE = checkpoint(layer, x_TE, layout, cos_TD2, sin_TD2, use_reentrant=False)
             else:
                 x_TE = layer(x_TE, layout, cos_TD2, sin_TD2)
-        return reference.rms_norm(x_TE, self.final_norm, self.config.rms_norm_eps)
+        return ops.rms_norm(x_TE, self.final_norm, self.config.rms_norm_eps)
 
     def forward_dense(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """fp32 logits [T, V] of one plain causal sequence, with gradients: the path that tests compare with."""

@@ -1,10 +1,11 @@
 """The operations of the model, each with one signature and a choice of backends.
 
 ``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens`` and
-``sample_keyed_tokens`` serve the rollout, without gradients; in fp32 on the CPU each computes a row the same way, bit
-for bit, whatever the other rows. ``Decoder`` runs all of them for a whole step in native code. ``varlen_attention`` and
-``token_logprobs`` serve training and are differentiable. The plain-torch functions of the same names (reference.py,
-paged.py, sampling.py, varlen.py, logprobs.py) document shapes and serve as oracles.
+``sample_keyed_tokens`` serve the rollout; in fp32 on the CPU each computes a row the same way, bit for bit, whatever the
+other rows. ``Decoder`` runs all of them for a whole step in native code. ``rms_norm``, ``add_rms_norm``, ``silu_mul``,
+``rotary_split``, ``varlen_attention`` and ``token_logprobs`` serve training and are differentiable, once. The
+plain-torch functions of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document shapes
+and serve as oracles.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rope_and_cache",
+    "rotary_split",
     "sample_keyed_tokens",
     "sample_tokens",
     "set_backend",
@@ -86,6 +88,15 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return reference.silu_mul(gate_up_T2F)
 
 
+def rotary_split(
+    qkv_TX: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :func:`sagc_fast.ops.reference.rotary_split`."""
+    if resolve("rotary_split", qkv_TX.device.type, qkv_TX.dtype) == "native":
+        return native_module().rotary_split(qkv_TX, cos_TD2, sin_TD2, num_heads, num_kv_heads)
+    return reference.rotary_split(qkv_TX, cos_TD2, sin_TD2, num_heads, num_kv_heads)
+
+
 def rope_and_cache(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
@@ -133,6 +144,8 @@ def varlen_attention(
 ) -> torch.Tensor:
     """See :func:`sagc_fast.ops.varlen.varlen_attention`."""
     backend = resolve("varlen_attention", q_THD.device.type, q_THD.dtype)
+    if backend == "native":
+        return native_module().varlen_attention(q_THD, k_TKD, v_TKD, layout, scale)
     if backend == "flash" and q_THD.shape[-1] <= flash_module().MAX_HEAD_DIM:
         return flash_module().varlen_attention(q_THD, k_TKD, v_TKD, layout, scale)
     if backend == "triton":
@@ -149,11 +162,10 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`sagc_fast.ops.logprobs.token_logprobs`."""
     backend = resolve("token_logprobs", hidden_NE.device.type, hidden_NE.dtype)
-    if backend == "native":
-        return native_module().token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk)
     if backend == "triton":
         return triton_module().token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk)
-    return logprobs.token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk)
+    rows = native_module() if backend == "native" else logprobs.TorchRows
+    return logprobs.token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk, rows)
 
 
 def sample_tokens(

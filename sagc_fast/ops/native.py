@@ -2,7 +2,8 @@
 
 Importing this module loads the library; ImportError says that it is not built, OSError that it does not load. The same
 functions in plain torch, beside this file, document shapes and results; here stands only what differs. Each operator
-has a fake registration, so ``torch.compile`` and ``torch.export`` see through it. Nothing here has a gradient.
+has a fake registration, so ``torch.compile`` and ``torch.export`` see through it. Gradients, and the operators of
+training, are in native_training.py.
 
 Environment: ``SAGC_CPU_LEVEL`` = ``auto`` (default), ``scalar``, ``avx2``, ``avx512``, ``avx512_bf16``, ``amx``
 narrows the instruction set.
@@ -22,7 +23,19 @@ LIBRARY = Path(__file__).parents[1] / "_C.so"
 ENVIRONMENT_VARIABLE = "SAGC_CPU_LEVEL"
 
 OPS = frozenset(
-    {"linear", "rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "sample_tokens", "decoder"}
+    {
+        "linear",
+        "rms_norm",
+        "add_rms_norm",
+        "silu_mul",
+        "rope_and_cache",
+        "paged_attention",
+        "sample_tokens",
+        "decoder",
+        "rotary_split",
+        "varlen_attention",
+        "token_logprobs",
+    }
 )
 
 if not LIBRARY.exists():
@@ -207,3 +220,25 @@ def _(q: torch.Tensor, *others: torch.Tensor | float) -> torch.Tensor:
 def _(logits: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows = logits.shape[0]
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+
+
+from sagc_fast.ops.native_training import (  # noqa: E402 (registers gradients: the library must be loaded before)
+    logits_grad_,
+    logits_stats,
+    rotary_split,
+    varlen_attention,
+)
+
+__all__ = [
+    "add_rms_norm",
+    "linear",
+    "logits_grad_",
+    "logits_stats",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "rotary_split",
+    "sample_tokens",
+    "silu_mul",
+    "varlen_attention",
+]

@@ -1,4 +1,4 @@
-"""Plain-torch operators of the rollout path: linear, norms, SwiGLU, rotary embedding with the KV write.
+"""Plain-torch operators: linear, norms, SwiGLU, rotary embedding with the KV write (rollout) or the split (training).
 
 In fp32 on the CPU every function computes a row the same way, bit for bit, whatever the other rows of the batch. Three
 measured properties of torch's CPU kernels shape the code: ``mm`` rounds differently for some row counts, ``silu`` and
@@ -79,16 +79,16 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual + x`` and its :func:`rms_norm`: (normed, new residual)."""
+    """``residual + x`` and its :func:`rms_norm`: (normed, new residual). Differentiable."""
     residual_TE = residual_TE + x_TE
     return rms_norm(residual_TE, weight_E, eps), residual_TE
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's gate: ``silu(first half) * second half``, [T, F]. (Shazeer 2020, arXiv:2002.05202.)"""
+    """SwiGLU's gate: ``silu(first half) * second half``, [T, F]. Differentiable. (Shazeer 2020, arXiv:2002.05202.)"""
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     gate_fp32 = gate_TF.float() if gate_TF.dtype in (torch.bfloat16, torch.float16) else gate_TF
-    denominator = torch.exp(-gate_fp32).add_(1)
+    denominator = torch.exp(-gate_fp32) + 1
     return (gate_fp32 / denominator).to(gate_TF.dtype) * up_TF
 
 
@@ -98,6 +98,16 @@ def rotate(x_THD: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) ->
     first, second = x_THD.chunk(2, dim=-1)
     cos, sin = cos_TD2.unsqueeze(1), sin_TD2.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THD.dtype)
+
+
+def rotary_split(
+    qkv_TX: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A fused projection -> q [T, H, D] and k [T, K, D], both turned by the tokens' angles, and v [T, K, D].
+    Differentiable."""
+    qkv = qkv_TX.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+    q_THD, k_TKD, v_TKD = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return rotate(q_THD, cos_TD2, sin_TD2), rotate(k_TKD, cos_TD2, sin_TD2), v_TKD
 
 
 def rope_and_cache(

@@ -23,6 +23,7 @@ def operands() -> dict[str, tuple]:
     angles, positions = torch.randn(10, head_dim // 2), torch.arange(3)
     int32 = {"dtype": torch.int32}
     tables, none = torch.arange(4, **int32).view(2, 2), torch.tensor([-1, -1], **int32)
+    spans, groups = torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 2])
     lens, starts, zeros = torch.tensor([9, 16], **int32), torch.tensor([0, 1, 3], **int32), torch.zeros(2, **int32)
     return {
         "linear": (torch.randn(rows, 24), torch.randn(10, 24), torch.randn(10)),
@@ -31,8 +32,31 @@ def operands() -> dict[str, tuple]:
         "silu_mul": (torch.randn(rows, 24),),
         "rope_and_cache": (q, kv, kv, angles.cos(), angles.sin(), positions, cache, cache.clone(), positions),
         "paged_attention": (q, cache, cache, starts, lens, tables, none, zeros, 0.2),
+        "rms_norm_backward": (*torch.randn(2, rows, 24), torch.randn(24), 1e-5, torch.randn(rows, 24)),
+        "silu_mul_backward": (torch.randn(rows, 12), torch.randn(rows, 24)),
+        "rotary_split": (torch.randn(rows, 8 * head_dim), angles[:rows].cos(), angles[:rows].sin(), heads, kv_heads),
+        "rotary_merge": (q, kv, kv, angles[:rows].cos(), angles[:rows].sin()),
+        "varlen_attention": (q, kv, kv.clone(), spans, groups, 0.2),
+        "varlen_attention_backward": (q, q, kv, kv, q, torch.ones(rows, heads), spans, groups, 0.2),
+        "logits_stats": (torch.randn(rows, 50), positions, 0.7),
+        "logits_grad_": (torch.randn(rows, 50), positions, *torch.ones(4, rows).unbind(), 0.7, 0),
         "sample_tokens": (torch.randn(rows, 50), torch.rand(rows, dtype=torch.float64), torch.ones(rows)),
     }
+
+
+DIFFERENTIABLE = ("rms_norm", "add_rms_norm", "silu_mul", "rotary_split", "varlen_attention")
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_are_registered_with_the_operator(name: str) -> None:
+    """Also under torch.compile, which asks the registration rather than running Python."""
+    inputs = [
+        x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in operands()[name]
+    ]
+    if name == "rotary_split":
+        inputs[1], inputs[2] = inputs[1].detach(), inputs[2].detach()
+    tests = ("test_autograd_registration", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(OPS, name).default, tuple(inputs), test_utils=tests)
 
 
 @pytest.mark.parametrize("name", sorted(operands()))
@@ -41,10 +65,8 @@ def test_schema_and_fake_registration_tell_the_truth(native: ModuleType, name: s
 
 
 def test_every_operation_offered_is_registered(native: ModuleType) -> None:
-    assert native.available_ops() == {
-        *operands(),
-        "decoder",
-    }  # the decoder has functions of its own: tests/model/test_decoder.py
+    elsewhere = {"decoder", "token_logprobs"}  # functions of its own (tests/model/test_decoder.py); logits_stats, logits_grad_
+    assert native.available_ops() - elsewhere <= set(operands())
 
 
 def test_compile_and_export_see_through_an_operator(native: ModuleType) -> None:
