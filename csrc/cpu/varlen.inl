@@ -10,8 +10,8 @@
 
 namespace {
 
-constexpr int kTileRows = 6;                              // with kTileVecs vectors each: accumulators that fit the registers
-constexpr int kTileVecs = Vec::kWidth == 16 ? 3 : 2;
+constexpr int kOuterRows = 6;                              // with kOuterVecs vectors each: accumulators that fit the registers
+constexpr int kOuterVecs = Vec::kWidth == 16 ? 3 : 2;
 
 inline int64_t round_up(int64_t n) { return (n + Vec::kWidth - 1) / Vec::kWidth * Vec::kWidth; }
 
@@ -46,15 +46,15 @@ template <int ROWS, bool ADD>
 void outer_rows(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_stride, int64_t depth, float* c,
                 int64_t c_stride, int64_t width) {
   int64_t i = 0;
-  for (; i + kTileVecs * Vec::kWidth <= width; i += kTileVecs * Vec::kWidth)
-    outer_tile<ROWS, kTileVecs, ADD>(a, a_row, a_step, b + i, b_stride, depth, c + i, c_stride);
-  if (kTileVecs == 3 && i + 2 * Vec::kWidth == width)
+  for (; i + kOuterVecs * Vec::kWidth <= width; i += kOuterVecs * Vec::kWidth)
+    outer_tile<ROWS, kOuterVecs, ADD>(a, a_row, a_step, b + i, b_stride, depth, c + i, c_stride);
+  if (kOuterVecs == 3 && i + 2 * Vec::kWidth == width)
     outer_tile<ROWS, 2, ADD>(a, a_row, a_step, b + i, b_stride, depth, c + i, c_stride);
   else if (i < width)
     outer_tile<ROWS, 1, ADD>(a, a_row, a_step, b + i, b_stride, depth, c + i, c_stride);
 }
 
-// At most kTileRows rows; `width` is a multiple of the vector's.
+// At most kOuterRows rows; `width` is a multiple of the vector's.
 template <bool ADD>
 inline void outer(int rows, const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_stride, int64_t depth,
                   float* c, int64_t c_stride, int64_t width) {
@@ -163,7 +163,7 @@ struct VarlenStep {
     const int64_t n = first + row + 1 - begin;
     return n < 0 ? 0 : n < count ? n : count;
   }
-  int tile_rows(int row) const { return rows - row < kTileRows ? rows - row : kTileRows; }
+  int tile_rows(int row) const { return rows - row < kOuterRows ? rows - row : kOuterRows; }
   int64_t tile_visible(int row) const { return visible(row + tile_rows(row) - 1); }
   // The first row that sees key j.
   int64_t first_row(int64_t j) const {
@@ -181,7 +181,7 @@ inline void for_each_step(const VarlenKeys& keys, bool causal, int64_t first, in
 // scores[r] = a[r] . columns, up to what the tile of the row sees.
 inline void product_with_columns(const VarlenStep& s, const float* a, const float* columns, int64_t head_dim, float* scores) {
   const int64_t width = round_up(head_dim);
-  for (int r = 0; r < s.rows; r += kTileRows)
+  for (int r = 0; r < s.rows; r += kOuterRows)
     outer<false>(s.tile_rows(r), a + r * width, width, 1, columns + s.begin, s.keys.padded, head_dim,
                  scores + r * kVarlenKeys, kVarlenKeys, round_up(s.tile_visible(r)));
 }
@@ -189,7 +189,7 @@ inline void product_with_columns(const VarlenStep& s, const float* a, const floa
 // out[r] += scores[r] . rows of k or v.
 inline void add_product_with_rows(const VarlenStep& s, const float* scores, const float* rows, int64_t head_dim, float* out) {
   const int64_t width = round_up(head_dim);
-  for (int r = 0; r < s.rows; r += kTileRows)
+  for (int r = 0; r < s.rows; r += kOuterRows)
     outer<true>(s.tile_rows(r), scores + r * kVarlenKeys, kVarlenKeys, 1, rows + s.begin * width, width, s.tile_visible(r),
                 out + r * width, width, width);
 }
@@ -197,8 +197,8 @@ inline void add_product_with_rows(const VarlenStep& s, const float* scores, cons
 // grad[j] += sum over rows r of scores[r][j] * x[r].
 inline void add_product_over_rows(const VarlenStep& s, const float* scores, const float* x, int64_t head_dim, float* grad) {
   const int64_t width = round_up(head_dim);
-  for (int64_t j = 0; j < s.count; j += kTileRows) {
-    const int keys = static_cast<int>(s.count - j < kTileRows ? s.count - j : kTileRows);
+  for (int64_t j = 0; j < s.count; j += kOuterRows) {
+    const int keys = static_cast<int>(s.count - j < kOuterRows ? s.count - j : kOuterRows);
     const int64_t r = s.first_row(j);
     if (r >= s.rows) break;
     outer<true>(keys, scores + r * kVarlenKeys + j, 1, kVarlenKeys, x + r * width, width, s.rows - r,
@@ -229,7 +229,7 @@ void softmax_step(const VarlenStep& s, VarlenBlock& b, int64_t width) {
       p.store(row + i);
       sum = sum + p;
     });
-    clear_behind(row, round_up(visible), s.tile_visible(r / kTileRows * kTileRows));
+    clear_behind(row, round_up(visible), s.tile_visible(r / kOuterRows * kOuterRows));
     if (!(max == b.max[r])) {
       float factor[Vec::kWidth];
       exp(Vec::splat(b.max[r] - max)).store(factor);

@@ -65,7 +65,10 @@ def test_schema_and_fake_registration_tell_the_truth(native: ModuleType, name: s
 
 
 def test_every_operation_offered_is_registered(native: ModuleType) -> None:
-    elsewhere = {"decoder", "token_logprobs"}  # functions of its own (tests/model/test_decoder.py); logits_stats, logits_grad_
+    elsewhere = {
+        "decoder",
+        "token_logprobs",
+    }  # functions of its own (tests/model/test_decoder.py); logits_stats, logits_grad_
     assert native.available_ops() - elsewhere <= set(operands())
 
 

@@ -91,6 +91,16 @@ def test_micro_batches_are_balanced_by_cost():
     assert max(costs) < 1.1 * min(costs)
 
 
+def test_sixteen_completions_on_one_prompt_are_a_third_of_the_work():
+    """Counted on what the model computes: tokens through the dense products, and query-key pairs of attention."""
+    group = item(140, [60] * 16)
+    (batch,) = pack([group], 4096, model_width=288)
+    assert batch.num_tokens == 140 + 16 * 60
+    assert 16 * (140 + 60) / batch.num_tokens > 2.9
+    alone = sum(predicted_cost(item(140, [60]), 288) for _ in range(16))
+    assert alone / predicted_cost(group, 288) > 2.8
+
+
 def test_nothing_to_pack_and_empty_sequences():
     assert pack([], 100, model_width=8) == []
     with pytest.raises(ConfigError, match="no tokens"):

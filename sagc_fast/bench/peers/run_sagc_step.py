@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from peer_worker import Run, serve
+from phases import timed
 
 
 def load(settings: dict[str, Any]) -> Run:
@@ -18,7 +19,9 @@ def load(settings: dict[str, Any]) -> Run:
     from sagc_fast.train.update import PolicyUpdater
 
     torch.set_num_threads(settings["threads"])
-    engine = RolloutEngine.from_pretrained(settings["model"], threads=settings["threads"])
+    engine = RolloutEngine.from_pretrained(
+        settings["model"], dtype=settings.get("dtype", "fp32"), threads=settings["threads"]
+    )
     config = TrainConfig.from_dict(
         {
             "model": {"path": settings["model"]},
@@ -33,12 +36,16 @@ def load(settings: dict[str, Any]) -> Run:
         engine.model, None, optimizer, config.algorithm, config.update,
         max_length=settings["max_length"], temperature=1.0, seed=0,
     )  # fmt: skip
-    step = 0
+    step, seconds = 0, {}
+    updater._forward = timed(updater._forward, seconds, "forward")
+    torch.Tensor.backward = timed(torch.Tensor.backward, seconds, "backward")
+    optimizer.step = timed(optimizer.step, seconds, "optimizer")
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         nonlocal step
         step += 1
-        seconds, last = {}, time.process_time()
+        seconds.clear()
+        last = time.process_time()
         params = [
             [SamplingParams(max_new_tokens=length, ignore_eos=True, seed=request["seed"]) for length in group]
             for group in request["lengths"]
@@ -58,7 +65,7 @@ def load(settings: dict[str, Any]) -> Run:
             "lengths": [group.lengths for group in groups],
             "output_tokens": sum(map(sum, request["lengths"])),
             "update_tokens": result.num_tokens,
-            "seconds": seconds,
+            "seconds": dict(seconds),
         }
 
     return run

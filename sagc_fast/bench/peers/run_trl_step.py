@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from peer_worker import Run, serve
+from phases import timed
 
 END, PAD = 2, 3
 MICRO_BATCH = 32
@@ -24,7 +25,8 @@ def load(settings: dict[str, Any]) -> Run:
 
     torch.set_num_threads(settings["threads"])
     transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.get("dtype", "fp32")]
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
     # The model has no tokenizer: ids are words, so that prompts are exactly the ids of the request.
     words = Tokenizer(models.WordLevel({str(i): i for i in range(model.config.vocab_size)}, unk_token=str(PAD)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -49,22 +51,25 @@ def load(settings: dict[str, Any]) -> Run:
     def run(request: dict[str, Any]) -> dict[str, Any]:
         flat = [length for group in request["lengths"] for length in group]
         group_size, micro = len(request["lengths"][0]), min(MICRO_BATCH, len(flat))
-        seconds, made = {"rollout": 0.0}, []
+        seconds, made = {}, []
 
         def forced(*args: Any, **options: Any) -> Any:
-            started = time.process_time()
             width = options["input_ids"].shape[1]
             options["logits_processor"] = transformers.LogitsProcessorList([ForcedEnd(width, flat)])
-            try:
-                return generate(*args, **options)
-            finally:
-                seconds["rollout"] += time.process_time() - started
+            return generate(*args, **options)
 
         def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
             made.extend(map(len, completion_ids))
             return [sum(ids) % 17 / 17 for ids in completion_ids]
 
-        model.generate = forced
+        class OptimizerClock(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                self.started = time.process_time()
+
+            def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+                seconds["optimizer"] = time.process_time() - self.started
+
+        model.generate = timed(forced, seconds, "rollout")
         with tempfile.TemporaryDirectory(prefix="trl-bench-") as folder:
             config = GRPOConfig(
                 output_dir=folder, use_cpu=True, bf16=False, per_device_train_batch_size=micro,
@@ -76,8 +81,10 @@ def load(settings: dict[str, Any]) -> Run:
             prompts = [{"prompt": " ".join(map(str, prompt))} for prompt in request["prompts"]]
             trainer = GRPOTrainer(
                 model=model, args=config, reward_funcs=reward, processing_class=tokenizer,
-                train_dataset=Dataset.from_list(prompts),
+                train_dataset=Dataset.from_list(prompts), callbacks=[OptimizerClock()],
             )  # fmt: skip
+            trainer.compute_loss = timed(trainer.compute_loss, seconds, "forward")
+            trainer.accelerator.backward = timed(trainer.accelerator.backward, seconds, "backward")
             wall, cpu = time.perf_counter(), time.process_time()  # without making the trainer
             trainer.train()
             elapsed = {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
