@@ -3,10 +3,10 @@
     python bench/bench_step.py --peer-python /path/to/trl/bin/python
     python bench/bench_step.py --ours bf16 --group-size 8 --runs 5          # ours alone
 
-`sagc-fast bench step` compares whole steps in fp32 with intervals; this shows phases, both dtypes and the ceiling. Every
-trainer is a process of its own with one thread; runs alternate, CPU seconds are compared. Under `bf16` ours holds bf16
-parameters with fp32 masters, TRL bf16 parameters alone. Prints a table of phases, the update's rate against the rate that
-the model's matrix products reach alone, the ratios, and one line of JSON.
+`sagc-fast bench step` compares whole steps in fp32 with intervals; this shows phases, both dtypes and the ceiling.
+Every trainer is a process of its own with one thread; runs alternate, CPU seconds are compared. Under `bf16` ours holds
+bf16 parameters with fp32 masters, TRL bf16 parameters alone. Prints a table of phases, the update's rate against the
+rate that the model's matrix products reach alone, the ratios, and one line of JSON.
 """
 
 from __future__ import annotations
