@@ -3,6 +3,7 @@
 #include <tuple>
 #include <vector>
 
+#include "threads.h"
 #include "torch_util.h"
 
 namespace sagc {

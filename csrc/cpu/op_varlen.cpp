@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "threads.h"
 #include "torch_util.h"
 
 namespace sagc {
@@ -93,13 +94,25 @@ Parts make_parts(const Packed& packed) {
   return result;
 }
 
-// Aligned memory for one thread's items.
-struct Scratch {
-  explicit Scratch(int64_t floats) : memory(static_cast<float*>(::operator new(static_cast<size_t>(floats) * 4, std::align_val_t{64}))) {}
-  ~Scratch() { ::operator delete(memory, std::align_val_t{64}); }
+// Aligned memory for each worker's items, taken when the worker first comes.
+class Scratch {
+ public:
+  explicit Scratch(int64_t floats) : bytes_(static_cast<size_t>(floats) * sizeof(float)), memory_(static_cast<size_t>(num_workers())) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  float* memory;
+  ~Scratch() {
+    for (void* p : memory_) ::operator delete(p, kLine);
+  }
+  float* of(int worker) {
+    void*& p = memory_[static_cast<size_t>(worker)];
+    if (p == nullptr) p = ::operator new(bytes_, kLine);
+    return static_cast<float*>(p);
+  }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  size_t bytes_;
+  std::vector<void*> memory_;
 };
 
 int64_t scratch_floats(const VarlenArgs& args, const Parts& parts, bool backward) {
@@ -149,12 +162,10 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
   if (has_gaps) torch::stable::zero_(lse);
   args.out = out.mutable_data_ptr(), args.lse = static_cast<float*>(lse.mutable_data_ptr());
   args.parts = parts.parts.data();
-  const int64_t floats = scratch_floats(args, parts, false);
-  parallel(static_cast<int64_t>(parts.parts.size()) * args.num_kv_heads,
-           4.0 * packed.pairs * static_cast<double>(args.num_heads * args.head_dim), [&](int64_t begin, int64_t end) {
-             const Scratch scratch(floats);
-             kernels().training.varlen(args, scratch.memory, begin, end);
-           });
+  Scratch scratch(scratch_floats(args, parts, false));
+  parallel_workers(static_cast<int64_t>(parts.parts.size()) * args.num_kv_heads,
+                   4.0 * packed.pairs * static_cast<double>(args.num_heads * args.head_dim),
+                   [&](int worker, int64_t begin, int64_t end) { kernels().training.varlen(args, scratch.of(worker), begin, end); });
   return {out, lse};
 }
 
@@ -220,12 +231,10 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(const Tensor& grad_
       at += part.prompt.length * K * 2 * D;
     }
   args.parts = parts.parts.data();
-  const int64_t floats = scratch_floats(args, parts, true);
-  parallel(static_cast<int64_t>(parts.parts.size()) * K, 10.0 * packed.pairs * static_cast<double>(H * D),
-           [&](int64_t begin, int64_t end) {
-             const Scratch scratch(floats);
-             kernels().training.varlen_backward(args, scratch.memory, begin, end);
-           });
+  Scratch scratch(scratch_floats(args, parts, true));
+  parallel_workers(
+      static_cast<int64_t>(parts.parts.size()) * K, 10.0 * packed.pairs * static_cast<double>(H * D),
+      [&](int worker, int64_t begin, int64_t end) { kernels().training.varlen_backward(args, scratch.of(worker), begin, end); });
   if (args.dtype == Dtype::kFloat32)
     add_shares<float>(args, parts, [](float x) { return x; });
   else
