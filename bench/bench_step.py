@@ -119,22 +119,11 @@ def report(
             print(f"{peer} / {name}: " + ", ".join(f"{phase} {value:.1f}x" for phase, value in ratios.items()))
     runs = {name: [a["seconds"] for a in done] for name, done in answers.items()}
     peaks = {name: max(a["peak_rss_bytes"] or 0 for a in done) / 1e6 for name, done in answers.items()}
-    machine = describe_machine(1)
-    print(
-        json.dumps(
-            {
-                "bench": "step",
-                "model": options.model,
-                "workload": workload.describe(),
-                "runs": runs,
-                "peak_rss_mb": peaks,
-                "versions": versions,
-                "machine": machine,
-                "commit": commit(),
-                **facts,
-            }
-        )  # fmt: skip
-    )
+    record = {
+        "bench": "step", "model": options.model, "workload": workload.describe(), "runs": runs, "peak_rss_mb": peaks,
+        "versions": versions, "machine": describe_machine(1), "commit": commit(), **facts,
+    }  # fmt: skip
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -46,7 +47,7 @@ def binned_rewards(records: list[dict[str, Any]]) -> list[float]:
     """Mean reward in each tenth of the run."""
     rewards = [r["reward_mean"] for r in _steps(records)]
     edges = [len(rewards) * i // NUM_BINS for i in range(NUM_BINS + 1)]
-    return [fmean(rewards[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [fmean(rewards[a:b]) for a, b in pairwise(edges)]
 
 
 def main() -> None:

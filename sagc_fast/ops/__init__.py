@@ -1,11 +1,11 @@
 """The operations of the model, each with one signature and a choice of backends.
 
 ``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens`` and
-``sample_keyed_tokens`` serve the rollout; in fp32 on the CPU each computes a row the same way, bit for bit, whatever the
-other rows. ``Decoder`` runs all of them for a whole step in native code. ``rms_norm``, ``add_rms_norm``, ``silu_mul``,
-``rotary_split``, ``varlen_attention`` and ``token_logprobs`` serve training and are differentiable, once. The
-plain-torch functions of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document shapes
-and serve as oracles.
+``sample_keyed_tokens`` serve the rollout; in fp32 on the CPU each computes a row the same way, bit for bit, whatever
+the other rows. ``Decoder`` runs all of them for a whole step in native code. ``rms_norm``, ``add_rms_norm``,
+``silu_mul``, ``rotary_split``, ``varlen_attention`` and ``token_logprobs`` serve training and are differentiable, once.
+The plain-torch functions of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document
+shapes and serve as oracles.
 """
 
 from __future__ import annotations

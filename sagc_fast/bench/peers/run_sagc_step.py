@@ -14,9 +14,9 @@ def load(settings: dict[str, Any]) -> Run:
 
     from sagc_fast import RolloutEngine, SamplingParams, TrainConfig
     from sagc_fast.tasks.base import Problem, Score
+    from sagc_fast.train import update
     from sagc_fast.train.optimizer import PolicyOptimizer
     from sagc_fast.train.sampling import ScoredGroup
-    from sagc_fast.train.update import PolicyUpdater
 
     torch.set_num_threads(settings["threads"])
     engine = RolloutEngine.from_pretrained(
@@ -32,12 +32,13 @@ def load(settings: dict[str, Any]) -> Run:
         where="bench step",
     )
     optimizer = PolicyOptimizer(engine.model, config.optimizer)
-    updater = PolicyUpdater(
+    updater = update.PolicyUpdater(
         engine.model, None, optimizer, config.algorithm, config.update,
         max_length=settings["max_length"], temperature=1.0, seed=0,
     )  # fmt: skip
     step, seconds = 0, {}
-    updater._forward = timed(updater._forward, seconds, "forward")
+    updater._hidden = timed(updater._hidden, seconds, "forward")
+    update.linear_policy_loss = timed(update.linear_policy_loss, seconds, "forward")
     torch.Tensor.backward = timed(torch.Tensor.backward, seconds, "backward")
     optimizer.step = timed(optimizer.step, seconds, "optimizer")
 
