@@ -78,7 +78,8 @@ def main() -> None:
             for name, worker in workers.items():
                 started = time.time()
                 answers[name].append(worker.rollout(workload.prompts(run), workload.lengths(), run))
-                print(f"run {run + 1} {name}: {time.time() - started:.0f} s of wall time", flush=True)
+                phases = {phase: round(value, 2) for phase, value in answers[name][-1]["seconds"].items()}
+                print(f"run {run + 1} {name}: {time.time() - started:.0f} s of wall time, CPU {phases}", flush=True)
             for dtype in options.ours.split(","):
                 shapes = shape_of(folders[dtype]).products()
                 rates.setdefault(dtype, []).append(gemm_rate(shapes, dtype, GEMM_ROWS, repeats=2).per_second("cpu"))
