@@ -81,7 +81,7 @@ def supports(op: str, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def supports_cache(dtype: torch.dtype) -> bool:
-    """Whether ``rope_and_cache``, ``paged_attention`` and the decoder serve a KV cache of this dtype, whatever the model's."""
+    """Whether ``rope_and_cache``, ``paged_attention`` and the decoder serve a KV cache of this dtype."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
