@@ -28,7 +28,8 @@ static int number_of(PyObject* item, double* value) {
   return 0;
 }
 
-static int fill_values(PyObject* groups, double* values, Py_ssize_t room) {
+// group_size: of every group, or -1 when they may differ.
+static int fill_values(PyObject* groups, double* values, Py_ssize_t room, Py_ssize_t group_size) {
   const int is_list = PyList_Check(groups);
   if (!is_list && !PyTuple_Check(groups)) return 0;
   const Py_ssize_t num_groups = is_list ? PyList_Size(groups) : PyTuple_Size(groups);
@@ -39,7 +40,7 @@ static int fill_values(PyObject* groups, double* values, Py_ssize_t room) {
     const int is_inner_list = PyList_Check(group);
     if (!is_inner_list && !PyTuple_Check(group)) return 0;
     const Py_ssize_t size = is_inner_list ? PyList_Size(group) : PyTuple_Size(group);
-    if (size > room - at) return 0;
+    if (size > room - at || (group_size >= 0 && size != group_size)) return 0;
     for (Py_ssize_t i = 0; i < size; i++) {
       PyObject* item = item_of(group, is_inner_list, i);
       if (item == NULL || !number_of(item, values + at + i)) return 0;
@@ -52,18 +53,20 @@ static int fill_values(PyObject* groups, double* values, Py_ssize_t room) {
 static PyObject* fill(PyObject* module, PyObject* args) {
   (void)module;
   PyObject *groups, *target;
+  Py_ssize_t group_size;
   Py_buffer buffer;
-  if (!PyArg_UnpackTuple(args, "fill", 2, 2, &groups, &target)) return NULL;
+  if (!PyArg_ParseTuple(args, "OOn", &groups, &target, &group_size)) return NULL;
   if (PyObject_GetBuffer(target, &buffer, PyBUF_WRITABLE) != 0) return NULL;
-  const int is_filled = fill_values(groups, (double*)buffer.buf, buffer.len / (Py_ssize_t)sizeof(double));
+  const int is_filled = fill_values(groups, (double*)buffer.buf, buffer.len / (Py_ssize_t)sizeof(double), group_size);
   PyBuffer_Release(&buffer);
   return PyBool_FromLong(is_filled);
 }
 
 static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS,
-     "fill(groups, values) -> bool: the numbers of all groups into the float64 vector ``values``, which they must fill "
-     "exactly. False when groups are not lists or tuples of lists or tuples of int or float; ``values`` is undefined then."},
+     "fill(groups, values, group_size) -> bool: the numbers of all groups into the float64 vector ``values``, which they "
+     "must fill exactly, each group with ``group_size`` of them (-1: any number). False when they do not, or are not lists "
+     "or tuples of lists or tuples of int or float; ``values`` is undefined then."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,7 +11,7 @@ try:
     from sagc_fast.controller._fill import fill
 except ImportError:  # built without a C compiler or Python's headers
 
-    def fill(groups: Any, values: np.ndarray) -> bool:
+    def fill(groups: Any, values: np.ndarray, group_size: int) -> bool:
         """Stands in for csrc/controller/fill.c and leaves the work to NumPy."""
         return False
 
@@ -28,9 +28,14 @@ def flatten(lengths: Any) -> tuple[np.ndarray, int, np.ndarray]:
         values = np.ascontiguousarray(lengths, dtype=np.float64).reshape(-1)
         return values, max(1, lengths.shape[1]), NO_OFFSETS
     try:
+        if type(lengths) is list and lengths:  # nearly every call: lists of one size
+            group_size = len(lengths[0])
+            values = np.empty(group_size * len(lengths))
+            if group_size and fill(lengths, values, group_size):
+                return values, group_size, NO_OFFSETS
         sizes = list(map(len, lengths))
         values = np.empty(sum(sizes))
-        if not fill(lengths, values):
+        if not fill(lengths, values, -1):
             values = np.fromiter(chain.from_iterable(lengths), np.float64, values.size)
     except (TypeError, ValueError) as error:
         raise ValueError(

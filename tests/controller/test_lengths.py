@@ -14,7 +14,7 @@ numbers = st.one_of(st.integers(-(2**62), 2**62), st.floats(), st.booleans())
 groups = st.lists(st.one_of(st.lists(numbers), st.lists(numbers).map(tuple)), max_size=6)
 
 
-def refuse(groups, values):
+def refuse(groups, values, group_size):
     return False
 
 
@@ -61,19 +61,20 @@ fill = _lengths.fill
 class TestCompiledReader:
     @pytest.mark.parametrize("room", [0, 2, 4])
     def test_a_vector_of_another_size_is_not_filled(self, room):
-        assert not fill([[1], [2, 3]], np.empty(room))
+        assert not fill([[1], [2, 3]], np.empty(room), -1)
 
     def test_a_read_only_or_missing_vector_raises(self):
         values = np.empty(1)
         values.flags.writeable = False
         with pytest.raises((BufferError, ValueError)):
-            fill([[1]], values)
+            fill([[1]], values, -1)
         with pytest.raises(TypeError):
-            fill([[1]], None)
+            fill([[1]], None, -1)
         with pytest.raises(TypeError):
             fill([[1]])
 
     def test_plain_lists_take_the_compiled_path(self):
         values = np.empty(3)
-        assert fill([[1, True], (2.5,)], values)
+        assert fill([[1, True], (2.5,)], values, -1)
+        assert not fill([[1, True], (2.5,)], values, 2)
         assert values.tolist() == [1.0, 1.0, 2.5]
