@@ -22,7 +22,7 @@ NUM_LEVELS = 6
 MEMORY_TRIALS = 512
 """Expectations that a level's hit rate remembers; beyond, old ones fade by halves (ours)."""
 TRIAL_TOKENS = 128
-"""Tokens that an index reads before it may be found useless (ours)."""
+"""Tokens of completions that an index reads before it may be found useless (ours)."""
 LEAST_HITS = 1 / 8
 """Share of the tokens read that must have been expected rightly for more than the newest to be worth reading (ours)."""
 
@@ -31,13 +31,22 @@ _Recent = tuple["_Run | None", ...]
 
 
 class HitRates:
-    """How often the expected token came, by length of the match that expected it."""
+    """How often the expected token came, by length of the match that expected it, over all prompts of a call."""
 
-    __slots__ = ("hits", "trials")
+    __slots__ = ("hits", "num_hits", "num_read", "trials")
 
     def __init__(self) -> None:
+        self.num_read = 0
+        """Tokens of completions read."""
+        self.num_hits = 0
+        """Of these, how many had been expected."""
         self.hits = [0] * (NUM_LEVELS + 1)
         self.trials = [0] * (NUM_LEVELS + 1)
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether enough of the tokens read had been expected for reading more."""
+        return self.num_hits >= LEAST_HITS * max(self.num_read, 1)
 
     def of_length(self, match_length: int) -> float:
         """Posterior mean under a uniform prior; 0.5 before anything was seen."""
@@ -62,32 +71,37 @@ class _Run:
 class DraftIndex:
     """The texts of one prompt. O(1) per token; memory is bounded by ``max_tokens``."""
 
-    def __init__(self, prompt: Iterable[int], rates: HitRates, max_tokens: int) -> None:
+    def __init__(
+        self, prompt: Iterable[int], rates: HitRates, max_tokens: int, trial_tokens: int = TRIAL_TOKENS
+    ) -> None:
         self.rates = rates
         self.num_tokens = 0
-        """Indexed so far."""
+        """Indexed at present."""
+        self.num_read = 0
+        """Tokens of completions read."""
         self.num_hits = 0
         """Of these, how many had been expected."""
         self.max_tokens = max_tokens
-        self._num_prompt_tokens = 0
+        self.trial_tokens = trial_tokens
         self.twos: dict[tuple[int, int], _Run] = {}
         self.pairs: dict[tuple[_Run, _Run], _Run] = {}
         """Fours and eights by their halves."""
         self._prompt = Cursor(self)
+        before = rates.num_read, rates.num_hits
         self._prompt.extend(prompt)
-        self._num_prompt_tokens = self.num_tokens
+        rates.num_read, rates.num_hits = before
+        self.num_read = self.num_hits = 0
 
     @property
     def is_promising(self) -> bool:
         """Whether the completions read so far repeat each other, the prompt or themselves, or are too few to tell."""
-        num_read = self.num_tokens - self._num_prompt_tokens
-        return num_read < TRIAL_TOKENS or self.num_hits >= LEAST_HITS * num_read
+        return self.num_read < self.trial_tokens or self.num_hits >= LEAST_HITS * max(self.num_read, 1)
 
     def forget(self) -> None:
         """Drop all runs; matches that go on are not broken."""
         self.twos.clear()
         self.pairs.clear()
-        self.num_tokens = self.num_hits = self._num_prompt_tokens = 0
+        self.num_tokens = 0
 
     def new_text(self) -> Cursor:
         """A text that begins behind the prompt."""
@@ -121,7 +135,8 @@ class Cursor:
         hits, trials = rates.hits, rates.trials
         last, length, source, place = self._last, self.match_length, self.source, self.place
         two, two_1, four, four_1, four_2, four_3, eight = self._runs
-        here = len(text)
+        begin = here = len(text)
+        num_hits = 0
         for token in tokens:
             if length:  # compare what was expected with what came
                 level = length.bit_length()
@@ -130,7 +145,7 @@ class Cursor:
                 trials[level] += 1
                 if source[place] == token:
                     hits[level] += 1
-                    index.num_hits += 1
+                    num_hits += 1
                     place += 1
                     length += 1
                 else:
@@ -176,6 +191,10 @@ class Cursor:
                 source, place, length = two.source, two.place, max(length, 2)
         self._last, self.match_length, self.source, self.place = last, length, source, place
         self._runs = (two, two_1, four, four_1, four_2, four_3, eight)
+        index.num_read += here - begin
+        index.num_hits += num_hits
+        rates.num_read += here - begin
+        rates.num_hits += num_hits
 
     def skip(self, tokens: Sequence[int]) -> None:
         """The text goes on with these tokens (one at least), and they are not looked at."""

@@ -36,6 +36,8 @@ MOST_DRAFTED = 32
 """Longest draft of a row in tokens (ours)."""
 LONGEST_PAUSE = 31
 """Most steps without a look-up after steps in which nothing was worth drafting (ours)."""
+HOPELESS_TOKENS = 256
+"""Completion tokens read in a call, hardly any of them expected, after which other prompts get no trial (ours)."""
 NEWEST_TOKENS = 16
 """What is read of a text whose group has given no reason to read more (ours)."""
 MOST_INDEXED, LEAST_INDEXED = 1 << 17, 1 << 11
@@ -167,7 +169,10 @@ class Speculator:
         """The group's index; made when it is first asked for, of all that has been written by then."""
         if group.drafts is None:
             max_tokens = max(LEAST_INDEXED, MOST_INDEXED // self._num_rows)  # no more groups are live than rows
-            group.drafts = DraftIndex(group.token_ids.tolist(), self._rates, max_tokens)
+            if self._rates.num_read >= HOPELESS_TOKENS and not self._rates.is_promising:
+                group.drafts = DraftIndex((), self._rates, max_tokens, trial_tokens=0)
+            else:
+                group.drafts = DraftIndex(group.token_ids.tolist(), self._rates, max_tokens)
             earlier = [] if self._recall is None else self._recall.texts(group.token_ids)
             for text in (*earlier, *(c.token_ids for c in group.completions.values())):
                 if not group.drafts.is_promising:

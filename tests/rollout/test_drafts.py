@@ -49,7 +49,10 @@ def test_something_is_expected_exactly_where_the_last_two_tokens_have_stood_befo
             assert stream[-cursor.match_length :] == before[-cursor.match_length :]
         streams.append([*prompt, *text])
     rates = index.rates
-    assert index.num_hits == sum(rates.hits) <= sum(rates.trials)
+    assert index.num_read == rates.num_read == sum(map(len, texts))
+    assert (
+        index.num_hits == rates.num_hits <= sum(rates.hits) <= sum(rates.trials)
+    )  # those of the prompt count for less
 
 
 def test_a_match_grows_and_breaks():
