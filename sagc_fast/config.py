@@ -109,6 +109,7 @@ class RolloutOptions(Section):
 
     def _check(self) -> None:
         self._at_least(1, "prompts_per_step", "max_new_tokens", "block_size", "max_num_seqs", "max_batch_tokens")
+        self._require(self.prompts_per_step <= 1_000_000, "prompts_per_step", "at most 1000000")
         self._above_zero("kv_budget_gb")
         self._require(0 < self.temperature < math.inf, "temperature", "a finite number above 0 (groups need variety)")
 
@@ -363,6 +364,7 @@ class TrainConfig(Section):
 
     def _check(self) -> None:
         self._at_least(1, "steps", "threads")
+        self._require(self.threads is None or self.threads <= 1024, "threads", "at most 1024")
         self._require(0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
         self._require(bool(self.run_dir), "run_dir", "a folder name")
         name = self.task.get("name")

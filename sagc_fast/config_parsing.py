@@ -95,7 +95,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
             raise ConfigError(f"The override {text!r} is not of the form name=value, for example steps=10.")
         try:
             value = yaml.load(raw, loader)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise ConfigError(f"The override {text!r} has a value that is not YAML; quote it.") from None
         *parents, last = path.strip().split(".")
         node = values
@@ -152,6 +152,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}{line}: not valid YAML ({problem}).") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file in UTF-8.") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{path}: not valid YAML ({problem}).") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     if values is None:

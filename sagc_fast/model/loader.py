@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sagc_fast.errors import ConfigError, ModelLoadError
+from sagc_fast.errors import BackendError, ConfigError, ModelLoadError
 from sagc_fast.model.config import ModelConfig, as_token_ids
 from sagc_fast.model.transformer import Transformer
 from sagc_fast.model.weights import WeightSlot, weight_slots
@@ -63,8 +63,9 @@ def load_model(folder: str | Path, dtype: str = "fp32", device: str | torch.devi
     Names, shapes and completeness are checked before any weight is read; tensors are then copied one at a time into
     their place, so the peak is the model plus one tensor. Raises ModelLoadError in one sentence for a missing or
     damaged file, an unsupported configuration, and missing, extra or misshapen tensors. A LoRA adapter's folder gives
-    its base with the adapter merged in.
+    its base with the adapter merged in. Raises BackendError for a device that is not there.
     """
+    _check_device(device)
     folder, torch_dtype = Path(folder), parse_dtype(dtype)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         from sagc_fast.model.lora import load_adapted
@@ -85,6 +86,13 @@ def load_model(folder: str | Path, dtype: str = "fp32", device: str | torch.devi
             except (SafetensorError, OSError) as error:
                 raise _damaged(path, error) from None
     return model
+
+
+def _check_device(device: str | torch.device) -> None:
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
+        raise BackendError(f"Device {device!r} is not one that models run on; use 'cpu' or 'cuda'.")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(f"Device {device!r} was asked for and torch sees no CUDA device here; use device='cpu'.")
 
 
 def save_model(

@@ -18,6 +18,8 @@ TIE = 0.03
 """Times and tokens closer than this share of each other are called equal: repeats differ by as much."""
 MANY_CLIPPED = 0.1
 """From this share of cut completions on, max/median says little (ours)."""
+BUSY = 0.2
+"""Share of its time off the CPU from which on a run's seconds are those of its neighbours (ours)."""
 PHASES = ("rollout", "reward", "update", "checkpoint", "other")
 PHASE_NAMES = {
     "rollout": "rollout",
@@ -205,9 +207,24 @@ def warnings(run: RunData) -> list[str]:
     errors = sum(v or 0 for v in run.column("num_reward_errors"))
     if errors:
         notes.append(f"{errors:,.0f} completions could not be scored and count as reward 0")
+    waiting = _waiting_share(run)
+    if waiting is not None and waiting > BUSY:
+        notes.append(
+            f"for {percent(waiting)} of the rollout and update time the process did not run: other work kept the machine"
+            " busy, so compare tokens and rates rather than seconds"
+        )
     if run.num_steps and not accuracies_until(run, math.inf):
         notes.append("no held-out evaluation is recorded, so rewards are those of the training prompts only")
     return notes
+
+
+def _waiting_share(run: RunData) -> float | None:
+    """Share of rollout and update spent off the CPU; None on a GPU or without a record of CPU seconds."""
+    wall = sum(v or 0 for phase in ("rollout", "update") for v in run.column(f"{phase}_seconds"))
+    cpu = sum(v or 0 for v in run.column("cpu_seconds"))
+    model = run.config.get("model")
+    on_cpu = not isinstance(model, dict) or str(model.get("device", "cpu")) == "cpu"
+    return 1 - cpu / wall if cpu and wall and on_cpu else None
 
 
 def time_ratio(ours: RunSummary, theirs: RunSummary) -> float | None:

@@ -82,16 +82,16 @@ def render_timelines(run: RunData, index: int) -> str:
     if not shots:
         return ""
     group = f"timeline-{index}"
-    tabs, panels = [], []
+    tabs = []
     for k, shot in enumerate(shots):
         checked = " checked" if k == len(shots) - 1 else ""
         tabs.append(
             f'<input type="radio" name="{group}" id="{group}-{k}"{checked}>'
             f'<label for="{group}-{k}">step {shot.step}</label>'
+            f"{_panel(shot, f'{group}-{k}-plot')}"  # next to its tab, which shows it; the style sheet moves it below
         )
-        panels.append(_panel(shot, f"{group}-{k}-plot"))
     caption = f"<figcaption><h3>{tag(run, index)} {escape(run.name)}</h3></figcaption>"
-    body = f'<span class="tabs-title">Optimizer step</span>{"".join(tabs)}{"".join(panels)}'
+    body = f'<span class="tabs-title">Optimizer step</span>{"".join(tabs)}'
     return f'<figure class="timeline" id="{group}" data-of="{index}">{caption}<div class="tabs">{body}</div></figure>'
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sagc_fast.errors import BackendError, ConfigError, KVBudgetError
+from sagc_fast.errors import ConfigError, KVBudgetError
 from sagc_fast.rollout.call import Call, CallSettings, OnGroup
 from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 from sagc_fast.rollout.lengths import LengthHistory
@@ -114,10 +114,6 @@ class RolloutEngine:
         """
         from sagc_fast.model.loader import TOKENIZER_FILES, load_model, load_tokenizer
 
-        if str(device).partition(":")[0] not in ("cpu", "cuda"):
-            raise BackendError(f"Device {device!r} is not one that the engine runs on; use 'cpu' or 'cuda'.")
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise BackendError(f"Device {device!r} was asked for and torch sees no CUDA device here; use device='cpu'.")
         model = load_model(folder, dtype=dtype, device=device)
         has_tokenizer = any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
         tokenizer = load_tokenizer(folder) if has_tokenizer else None

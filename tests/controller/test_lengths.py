@@ -48,7 +48,25 @@ def test_an_integer_beyond_64_bits_is_read():
     assert flatten([[10**30, 1]])[0].tolist() == [1e30, 1.0]
 
 
-@pytest.mark.parametrize("lengths", [[1, 2], [["a"]], [[1], None], 5, [[[1]]]])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [1, 2],
+        [["a"]],
+        [[1], None],
+        5,
+        [[[1]]],
+        ["12", "345"],
+        "123",
+        [["12", "345"]],
+        [b"ab"],
+        [{1: 5, 2: 6}],
+        {1: [2]},
+        [[1, 10**400]],
+        np.array([[1j, 2]]),
+        np.array([["1", "2"]]),
+    ],
+)
 def test_what_is_no_sequence_of_numbers_per_group_is_refused(lengths):
     with pytest.raises(ValueError, match="one sequence of completion lengths per group"):
         flatten(lengths)

@@ -39,6 +39,15 @@ addEventListener("load", () => setTimeout(() => {
     at(bar, 5, 5);
     out.bars.push([...tip.children].map((node) => node.textContent));
   }
+  out.panels = [...document.querySelectorAll(".tabs")].map((tabs) => {
+    const heights = () => [...tabs.querySelectorAll(".bars")].map((bars) => bars.getBoundingClientRect().height);
+    const inSight = () => {
+      const seen = heights().flatMap((height, i) => (height > 50 ? [i] : []));
+      return seen.length === 1 ? seen[0] : seen;
+    };
+    const pick = (input) => { input.checked = true; return inSight(); };
+    return [inSight(), ...[...tabs.querySelectorAll("input")].map(pick)];
+  });
   for (const box of document.querySelectorAll(".show")) box.click();
   out.hidden = document.querySelectorAll("[data-of].off").length;
   const result = document.createElement("pre");
@@ -103,6 +112,17 @@ def test_the_page_fits_every_screen_without_a_script_error(page, width, tmp_path
     assert found["width"] <= width
     assert found["toggles"] == 2
     assert found["hidden"] > 0
+
+
+def test_of_many_rollouts_the_last_is_in_sight_and_every_tab_shows_its_own(runs, tmp_path):
+    """One run records nine rollouts, of which the page keeps as many as it has tabs for."""
+    path = runs[0] / "timeline.jsonl"
+    record = json.loads(path.read_text().splitlines()[0])
+    path.write_text("".join(json.dumps(record | {"step": step}) + "\n" for step in range(1, 10)))
+    found, _ = browse(write_report(runs, tmp_path / "many.html"), 1000, tmp_path)
+    at_first, *by_tab = found["panels"][0]
+    assert at_first == 6
+    assert by_tab == list(range(7))
 
 
 def test_readings_under_the_pointer_are_those_of_the_metrics_file(page, runs, tmp_path):

@@ -121,6 +121,13 @@ def test_cautions_name_cut_completions_skipped_updates_and_reward_errors(tmp_pat
     assert "no held-out evaluation is recorded" in notes
 
 
+@pytest.mark.parametrize(("cpu_seconds", "is_said"), [(0.7, False), (0.3, True), (None, False)])
+def test_a_run_on_a_busy_machine_says_that_its_seconds_are_not_its_own(tmp_path, cpu_seconds, is_said):
+    extra = {} if cpu_seconds is None else {"cpu_seconds": cpu_seconds}
+    run = _write(tmp_path / "run", "sagc", [1, 1], [9, 9], [0, 0], [], **extra)
+    assert ("kept the machine busy" in " ".join(warnings(load_runs([run])[0]))) == is_said
+
+
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 15)), max_size=60).map(
     lambda items: sorted((first, first + more) for first, more in items)
 )
