@@ -210,8 +210,8 @@ def warnings(run: RunData) -> list[str]:
     waiting = _waiting_share(run)
     if waiting is not None and waiting > BUSY:
         notes.append(
-            f"for {percent(waiting)} of the rollout and update time the process did not run: other work kept the machine"
-            " busy, so compare tokens and rates rather than seconds"
+            f"for {percent(waiting)} of the rollout and update time the process did not run: other work kept the"
+            " machine busy, so compare tokens and rates rather than seconds"
         )
     if run.num_steps and not accuracies_until(run, math.inf):
         notes.append("no held-out evaluation is recorded, so rewards are those of the training prompts only")
