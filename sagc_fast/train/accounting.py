@@ -111,6 +111,7 @@ def rollout_figures(rollout: Rollout) -> dict[str, Any]:
         "num_prompt_tokens": stats.num_prompt_tokens,
         "rollout_seconds": seconds,
         "reward_seconds": rollout.reward_seconds,
+        "pack_seconds": rollout.pack_seconds,
         "tokens_per_second": stats.num_output_tokens / seconds if seconds > 0 else 0.0,
         "idle_fraction": stats.idle_fraction,
         "tail_fraction": stats.tail_fraction,
@@ -118,11 +119,12 @@ def rollout_figures(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def update_figures(update: UpdateResult) -> dict[str, Any]:
+def update_figures(update: UpdateResult, rollout: Rollout) -> dict[str, Any]:
     """Of the step's optimizer updates; None where nothing was computed (no group with a signal)."""
     means = update.metrics.means() if update.metrics is not None else {}
     difference = update.logprob_difference
     return {
+        "gap_seconds": rollout.gap_seconds + update.prepare_seconds,
         "update_seconds": update.seconds,
         "num_update_tokens": update.num_tokens,
         "loss": statistics.fmean(update.losses) if update.losses else None,

@@ -49,7 +49,7 @@ def evaluate(
             f"None of the first {end} held-out prompts fits the model; set evaluation.num_problems to 0."
         )
     share = drawn.part(processes.share(num_problems))
-    part, _ = score_while_sampling(
+    part = score_while_sampling(
         engine,
         pool,
         share,
@@ -58,7 +58,7 @@ def evaluate(
         SamplingParams(temperature=options.temperature, max_new_tokens=max_new_tokens, seed=NOISE_SEED),
         progress,
     )
-    scored = processes.dealt(processes.gather(part))
+    scored = processes.dealt(processes.gather(part.groups))
     accuracy = statistics.fmean(g.outcomes[0] for g in scored)
     completions = [g.group.completions[0] for g in scored]
     return {

@@ -1,5 +1,10 @@
 """Completions of a step -> micro-batches under a token budget, without padding and with every prompt once.
 
+What needs no reward is done as a group is complete, while others are still being generated (:func:`pack_group`): token
+ids, positions, targets and log-probs become tensors. What depends on the other groups is left for the update: which
+have a signal, and which micro-batch each goes to. A micro-batch is then a concatenation, the same in whatever order the
+groups were finished.
+
 A group goes into a micro-batch whole when it fits. A larger group is split between micro-batches, each of which repeats
 its prompt; the gradient is the same, because the loss of a micro-batch is a sum over completions under one global
 normaliser. Micro-batches are balanced by predicted cost, so that none holds all the long sequences.
@@ -12,12 +17,30 @@ Shape suffixes: T tokens of a micro-batch, N completion tokens that are predicte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain
 
 import torch
 
+from sagc_fast.algo.config import FilterConfig
+from sagc_fast.algo.filters import truncation_mask
 from sagc_fast.errors import ConfigError
-from sagc_fast.ops.layouts import PackedLayout
+from sagc_fast.ops.layouts import PackedLayout, Span
+from sagc_fast.types import Group
+
+
+@dataclass(frozen=True, eq=False)
+class ItemTensors:
+    """A prompt and its completions one after another, int64 on the host; places count from the prompt's first token."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    source_rows_N: torch.Tensor
+    completion_index_N: torch.Tensor
+    """Place of the completion among those of the item."""
+    spans: tuple[Span, ...]
+    """Of the completions."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +53,50 @@ class PackItem:
     rows: Sequence[int]
     """Row of each completion in the step's flat lists (advantages, rewards)."""
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return len(self.prompt) + sum(map(len, self.completions))
+
+    @cached_property
+    def tensors(self) -> ItemTensors:
+        """Laid out when first asked for. Raises ConfigError for an empty prompt or completion."""
+        return _lay_out(self.prompt, self.completions)
+
+    def moved(self, by: int) -> PackItem:
+        """The same item, laid out if this one is, with ``by`` added to its rows."""
+        item = replace(self, rows=[row + by for row in self.rows])
+        item.__dict__.update((k, v) for k, v in self.__dict__.items() if k in ("num_tokens", "tensors"))
+        return item
 
     def part(self, members: Sequence[int]) -> PackItem:
         """The same prompt with some of the completions."""
         return PackItem(self.prompt, [self.completions[m] for m in members], [self.rows[m] for m in members])
+
+
+@dataclass(frozen=True, eq=False)
+class PackedGroup:
+    """All that the update needs of a group but its rewards."""
+
+    item: PackItem
+    """Those of its completions that take part; rows count within the group."""
+    lengths: list[int]
+    """Tokens of every completion."""
+    is_valid: list[bool]
+    """Whether each takes part."""
+    logprobs_N: torch.Tensor
+    """fp32: the rollout's log-probs of all tokens, completion after completion."""
+
+
+def pack_group(group: Group, filters: FilterConfig) -> PackedGroup:
+    """Lay a complete group out; ``filters`` may leave truncated completions out of the update."""
+    completions = group.completions
+    is_valid = truncation_mask([c.is_truncated for c in completions], filters).tolist()
+    rows = [row for row, valid in enumerate(is_valid) if valid]
+    item = PackItem(group.prompt_token_ids, [completions[row].token_ids for row in rows], rows)
+    if rows:
+        item.tensors  # noqa: B018 (laid out now)
+    logprobs_N = torch.tensor([x for c in completions for x in c.logprobs], dtype=torch.float32)
+    return PackedGroup(item, [len(c.token_ids) for c in completions], is_valid, logprobs_N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,34 +195,48 @@ def _first_fit_bins(sizes: Sequence[int], token_budget: int) -> int:
 
 def build_micro_batch(items: Sequence[PackItem], device: torch.device | str = "cpu") -> MicroBatch:
     """Lay the items out one after another. Raises ConfigError for an empty prompt or completion."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    index: list[int] = []
-    rows: list[int] = []
-    prompt_spans, completion_spans = [], []
-    for item in items:
-        if not item.prompt or not all(item.completions):
-            raise ConfigError("A prompt or completion of no tokens cannot be trained on; drop it before packing.")
-        prompt_spans.append((len(tokens), len(item.prompt)))
-        tokens += item.prompt
-        positions += range(len(item.prompt))
-        last_of_prompt = len(tokens) - 1
-        spans = []
-        for completion, row in zip(item.completions, item.rows, strict=True):
-            start, length = len(tokens), len(completion)
-            spans.append((start, length))
-            tokens += completion
-            positions += range(len(item.prompt), len(item.prompt) + length)
-            sources += [last_of_prompt, *range(start, start + length - 1)]
-            targets += completion
-            index += [len(rows)] * length
-            rows.append(row)
-        completion_spans.append(tuple(spans))
+    starts = [0, *accumulate(item.num_tokens for item in items)]
+    places = [0, *accumulate(len(item.rows) for item in items)]
+    laid_out = [item.tensors for item in items]
 
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def joined(name: str, shifts: Sequence[int] | None = None) -> torch.Tensor:
+        parts = [getattr(tensors, name) for tensors in laid_out]
+        if shifts is not None:
+            parts = [part + shift for part, shift in zip(parts, shifts, strict=False)]
+        return torch.cat(parts).to(device)
 
-    layout = PackedLayout(tensor(positions), tuple(prompt_spans), tuple(completion_spans))
-    return MicroBatch(tensor(tokens), layout, tensor(sources), tensor(targets), tensor(index), rows)
+    layout = PackedLayout(
+        joined("positions_T"),
+        tuple((start, len(item.prompt)) for start, item in zip(starts, items, strict=False)),
+        tuple(
+            tuple((start + first, length) for first, length in tensors.spans)
+            for start, tensors in zip(starts, laid_out, strict=False)
+        ),
+    )
+    return MicroBatch(
+        token_ids_T=joined("token_ids_T"),
+        layout=layout,
+        source_rows_N=joined("source_rows_N", starts),
+        targets_N=torch.cat([x.token_ids_T[len(i.prompt) :] for x, i in zip(laid_out, items, strict=True)]).to(device),
+        completion_index_N=joined("completion_index_N", places),
+        rows=[row for item in items for row in item.rows],
+    )
+
+
+def _lay_out(prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> ItemTensors:
+    if not prompt or not all(map(len, completions)):
+        raise ConfigError("A prompt or completion of no tokens cannot be trained on; drop it before packing.")
+    first = len(prompt)
+    lengths = torch.tensor([len(c) for c in completions], dtype=torch.int64)
+    ends = lengths.cumsum(0)
+    token_N = torch.arange(int(lengths.sum()))
+    place_N = token_N - torch.repeat_interleave(ends - lengths, lengths)
+    return ItemTensors(
+        token_ids_T=torch.tensor([*prompt, *chain.from_iterable(completions)], dtype=torch.int64),
+        positions_T=torch.cat((torch.arange(first), first + place_N)),
+        source_rows_N=torch.where(place_N == 0, first - 1, first - 1 + token_N),
+        completion_index_N=torch.repeat_interleave(lengths),
+        spans=tuple(
+            (first + end - length, length) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+        ),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagc_fast.algo.config import FilterConfig
@@ -20,6 +20,7 @@ from sagc_fast.tasks.scoring import ScoringPool
 from sagc_fast.train.accounting import merge_stats
 from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.draw import Draw, PromptSource
+from sagc_fast.train.packing import PackedGroup, pack_group
 from sagc_fast.train.prompt_history import PromptHistory
 from sagc_fast.types import Group, RolloutStats, SamplingParams
 
@@ -39,6 +40,12 @@ class ScoredGroup:
     group: Group
     problem: Problem
     scores: Sequence[Score]
+    packed: PackedGroup | None = field(default=None, repr=False, compare=False)
+    """Laid out for the update; None where that is still to be done."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes lay out what they compute themselves: cheaper than to send it."""
+        return {**self.__dict__, "packed": None}
 
     @property
     def rewards(self) -> list[float]:
@@ -72,6 +79,10 @@ class Rollout:
     rollout_seconds: float
     reward_seconds: float
     """Waiting for scores after the last completion of each round."""
+    pack_seconds: float
+    """Laying out finished groups, within ``rollout_seconds``."""
+    gap_seconds: float
+    """Neither generating nor updating: from the last completion of each round to the next round, or to the end."""
 
     @property
     def first_round(self) -> list[ScoredGroup]:
@@ -83,6 +94,18 @@ class Rollout:
         return self.first_round[:: self.num_processes]
 
 
+@dataclass(frozen=True)
+class Round:
+    """Groups of one call of the engine, scored, in order of the draw."""
+
+    groups: list[ScoredGroup]
+    ended: float
+    """When the last completion was there (``time.perf_counter``)."""
+    pack_seconds: float
+    reward_seconds: float
+    """Waiting for scores after that."""
+
+
 def score_while_sampling(
     engine: RolloutEngine,
     pool: ScoringPool,
@@ -91,18 +114,23 @@ def score_while_sampling(
     group_size: int | Sequence[int],
     params: SamplingParams,
     progress: Progress | None = None,
-) -> tuple[list[ScoredGroup], float]:
-    """Sample a group per problem, of one size or of each its own; it goes to the scoring workers as soon as it is
-    complete.
-
-    Returns the groups in order of the draw and the seconds spent waiting for scores at the end.
+    prepare: Callable[[Group], PackedGroup | None] = lambda group: None,
+) -> Round:
+    """Sample a group per problem, of one size or of each its own. As soon as it is complete it goes to the scoring
+    workers and is laid out by ``prepare``, while the engine goes on with the others.
     """
     problems = drawn.problems
     tickets: dict[int, Any] = {}
+    packed: dict[int, PackedGroup | None] = {}
+    pack_seconds = 0.0
 
     def on_group(group: Group) -> None:
+        nonlocal pack_seconds
         texts = [c.text or "" for c in group.completions]
         tickets[group.prompt_index] = pool.submit_many(problems[group.prompt_index], texts)
+        started = time.perf_counter()
+        packed[group.prompt_index] = prepare(group)
+        pack_seconds += time.perf_counter() - started
         if progress is not None:
             progress(len(tickets), len(problems))
 
@@ -113,9 +141,9 @@ def score_while_sampling(
         prompt_ids=prompt_ids,
         on_group=on_group,
     )
-    waiting_since = time.perf_counter()
-    scored = [ScoredGroup(g, problems[i], pool.results(tickets[i])) for i, g in enumerate(groups)]
-    return scored, time.perf_counter() - waiting_since
+    ended = time.perf_counter()
+    scored = [ScoredGroup(g, problems[i], pool.results(tickets[i]), packed[i]) for i, g in enumerate(groups)]
+    return Round(scored, ended, pack_seconds, time.perf_counter() - ended)
 
 
 class Sampler:
@@ -157,18 +185,20 @@ class Sampler:
         kept: list[ScoredGroup] = []
         stats: list[RolloutStats] = []
         own_stats = None
-        waited, num_passed_over = 0.0, 0
+        num_passed_over, ended = 0, None
+        waited = packing = gap = 0.0
         num_more = num_prompts
         while num_more > 0:
             drawn = self._source.draw("train", position, num_more, passes_over=self._history.passes_over)
             position = drawn.next_position
             num_passed_over += drawn.num_passed_over
-            scored, round_stats, seconds = self._sample_round(drawn, group_size, groups, progress)
+            gap += 0.0 if ended is None else time.perf_counter() - ended
+            scored, round_stats, own = self._sample_round(drawn, group_size, groups, progress)
             own_stats = own_stats or self._engine.stats
             groups += scored
             kept += [g for g in scored if self._is_wanted(g)]
             stats += round_stats
-            waited += seconds
+            ended, waited, packing = own.ended, waited + own.reward_seconds, packing + own.pack_seconds
             num_more = self._processes.from_first(
                 refill_size(
                     num_prompts, len(kept), len(groups), time.perf_counter() - started, num_prompts, self._filters
@@ -192,13 +222,14 @@ class Sampler:
             num_passed_over=num_passed_over,
             rollout_seconds=time.perf_counter() - started - waited,
             reward_seconds=waited,
+            pack_seconds=packing,
+            gap_seconds=gap + time.perf_counter() - ended,
         )
 
     def _sample_round(
         self, drawn: Draw, group_size: int | GroupSizes, before: Sequence[ScoredGroup], progress: Progress | None
-    ) -> tuple[list[ScoredGroup], list[RolloutStats], float]:
-        """Groups of the prompts drawn, each process sampling its share; statistics by rank; seconds waited for scores
-        here."""
+    ) -> tuple[list[ScoredGroup], list[RolloutStats], Round]:
+        """Groups of the prompts drawn, each process sampling its share; statistics by rank; this process's share."""
         own = self._processes.share(len(drawn.problems))
         if isinstance(group_size, int):
             sizes: int | list[int] = group_size
@@ -206,11 +237,17 @@ class Sampler:
             of_all = self._processes.from_first(_sizes_of_new(group_size, before, drawn.problems))
             sizes = [of_all[i] for i in own]
         share = drawn.part(own)
-        scored, waited = score_while_sampling(
-            self._engine, self._pool, share, share.positions, sizes, self._params, progress
+        done = score_while_sampling(
+            self._engine, self._pool, share, share.positions, sizes, self._params, progress, self._prepare
         )
-        shares, stats = zip(*self._processes.gather((scored, self._engine.stats)), strict=True)
-        return self._processes.dealt(shares), list(stats), waited
+        shares, stats = zip(*self._processes.gather((done.groups, self._engine.stats)), strict=True)
+        groups = self._processes.dealt(shares)
+        for place, scored in zip(own, done.groups, strict=True):
+            groups[place] = scored  # those that are laid out
+        return groups, list(stats), done
+
+    def _prepare(self, group: Group) -> PackedGroup:
+        return pack_group(group, self._filters)
 
     def _is_wanted(self, scored: ScoredGroup) -> bool:
         """Dynamic sampling judges by outcomes, never by shaped rewards; masked completions do not count."""

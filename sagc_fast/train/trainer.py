@@ -134,7 +134,7 @@ class Trainer:
             **accounting.straggler_figures(rollout.first_round, self.config.controller.tau),
             **accounting.completion_figures(rollout),
             **accounting.rollout_figures(rollout),
-            **accounting.update_figures(update),
+            **accounting.update_figures(update, rollout),
             "checkpoint_seconds": checkpoint_seconds,
             "step_seconds": seconds + checkpoint_seconds,
             "cpu_seconds": cpu_seconds,

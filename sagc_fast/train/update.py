@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,6 @@ import torch
 from sagc_fast import ops
 from sagc_fast.algo.advantage import group_advantages
 from sagc_fast.algo.config import Algorithm
-from sagc_fast.algo.filters import truncation_mask
 from sagc_fast.algo.logprobs import LogprobDifference, logprob_difference, merge_differences
 from sagc_fast.algo.loss import LossMetrics, linear_policy_loss, loss_normalizer
 from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
@@ -31,7 +31,7 @@ from sagc_fast.config import UpdateOptions
 from sagc_fast.profiling import annotate, ranged
 from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.optimizer import PolicyOptimizer
-from sagc_fast.train.packing import MicroBatch, PackItem, pack, predicted_cost
+from sagc_fast.train.packing import MicroBatch, PackItem, pack, pack_group, predicted_cost
 from sagc_fast.train.sampling import ScoredGroup
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class UpdateResult:
     bad_groups: list[int] = field(default_factory=list)
     """When a loss or gradient was not finite: places of the groups behind it."""
     seconds: float = 0.0
+    prepare_seconds: float = 0.0
+    """Of them before the first forward pass."""
 
 
 @dataclass
@@ -112,11 +114,13 @@ class PolicyUpdater:
         self.model, self.reference, self.optimizer, self.processes = model, reference, optimizer, processes
         self.algorithm, self.options = algorithm, options
         self.max_length, self.temperature, self.seed = max_length, temperature, seed
+        self._forward_started: float | None = None
+        """Of the running update."""
 
     @ranged("update")
     def update(self, step: int, groups: Sequence[ScoredGroup]) -> UpdateResult:
         """One step's optimizer updates (``num_epochs`` x ``num_minibatches``); none when a value is not finite."""
-        started = time.perf_counter()
+        started, self._forward_started = time.perf_counter(), None
         result = UpdateResult(learning_rate=self.optimizer.learning_rate)
         if groups:
             batch = self._prepare(groups, result)
@@ -124,19 +128,22 @@ class PolicyUpdater:
                 self._optimizer_update(batch, members, result)
                 if result.bad_groups:
                     break
-        result.seconds = time.perf_counter() - started
+        ended = time.perf_counter()
+        result.seconds, result.prepare_seconds = ended - started, (self._forward_started or ended) - started
         return result
 
     @ranged("advantages")
     def _prepare(self, groups: Sequence[ScoredGroup], result: UpdateResult) -> _Batch:
         """Rewards and advantages, and the log-probs that the loss compares with."""
         filters, loss, device = self.algorithm.filters, self.algorithm.loss, self.model.device
-        completions = [c for g in groups for c in g.group.completions]
-        group_ids_C = torch.tensor([i for i, g in enumerate(groups) for _ in g.group.completions])
-        lengths_C = torch.tensor([len(c.token_ids) for c in completions])
-        valid_C = truncation_mask([c.is_truncated for c in completions], filters)
-        rollout_logp = [torch.tensor(c.logprobs, dtype=torch.float32, device=device) for c in completions]
-        items = _pack_items(groups, valid_C.tolist())
+        packed = [g.packed or pack_group(g.group, filters) for g in groups]
+        group_ids_C = torch.tensor([i for i, group in enumerate(packed) for _ in group.lengths])
+        lengths = [length for group in packed for length in group.lengths]
+        lengths_C = torch.tensor(lengths)
+        valid_C = torch.tensor([valid for group in packed for valid in group.is_valid])
+        rollout_logp = list(torch.cat([group.logprobs_N for group in packed]).to(device).split(lengths))
+        first_rows = accumulate((len(group.lengths) for group in packed), initial=0)
+        items = [group.item.moved(row) for group, row in zip(packed, first_rows, strict=False)]
 
         old_logp = rollout_logp
         if self.options.old_logprobs == "recompute":
@@ -147,7 +154,7 @@ class PolicyUpdater:
         rewards_C = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
         rewards_C = shape_rewards(rewards_C, lengths_C, self.max_length, filters)
         if ref_logp is not None:
-            index_N = torch.repeat_interleave(torch.arange(len(completions)), lengths_C)
+            index_N = torch.repeat_interleave(lengths_C)
             flat = (torch.cat(x).cpu() for x in (old_logp, ref_logp))
             rewards_C = kl_penalised_rewards(rewards_C, *flat, index_N, config=loss)
         advantages_C = group_advantages(rewards_C, group_ids_C, valid_C=valid_C, **asdict(self.algorithm.advantage))
@@ -289,6 +296,7 @@ class PolicyUpdater:
     @ranged("forward")
     def _hidden(self, model: Transformer, micro_batch: MicroBatch) -> torch.Tensor:
         """Hidden states [N, E] that predict the completion tokens."""
+        self._forward_started = self._forward_started or time.perf_counter()
         hidden_TE = model.forward_packed(
             micro_batch.token_ids_T, micro_batch.layout, self.options.checkpoint_activations
         )
@@ -319,17 +327,6 @@ class PolicyUpdater:
             for row, logp in part.items():
                 by_row[row] = logp.to(like[row].device)
         return by_row
-
-
-def _pack_items(groups: Sequence[ScoredGroup], is_valid: list[bool]) -> list[PackItem]:
-    items, row = [], 0
-    for scored in groups:
-        completions = scored.group.completions
-        rows = [row + i for i in range(len(completions)) if is_valid[row + i]]
-        tokens = [completions[r - row].token_ids for r in rows]
-        items.append(PackItem(scored.group.prompt_token_ids, tokens, rows))
-        row += len(completions)
-    return items
 
 
 def _gather(by_row: list[torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:

@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagc_fast.algo.config import FilterConfig
 from sagc_fast.errors import ConfigError
-from sagc_fast.train.packing import PackItem, balance, build_micro_batch, pack, predicted_cost, split_group
+from sagc_fast.train.packing import (
+    PackItem,
+    balance,
+    build_micro_batch,
+    pack,
+    pack_group,
+    predicted_cost,
+    split_group,
+)
+from sagc_fast.types import Completion, Group
 
 
 def item(prompt_length: int, lengths: list[int], first_row: int = 0) -> PackItem:
@@ -73,6 +83,27 @@ def test_a_hand_laid_batch():
     assert batch.targets_N.tolist() == [7, 8, 9]
     assert batch.completion_index_N.tolist() == [0, 0, 1]
     assert batch.rows == [3, 1]
+
+
+def test_a_group_laid_out_early_is_the_one_laid_out_late():
+    """What is done while others are still generated is kept when the group gets its place in the step."""
+    completions = [Completion(0, [7, 8], [-0.5, -1.0], "stop"), Completion(1, [9], [-2.0], "length")]
+    packed = pack_group(Group(0, [5, 6], completions, 0), FilterConfig())
+    assert "tensors" in packed.item.__dict__, "laid out at once"
+    assert (packed.lengths, packed.is_valid) == ([2, 1], [True, True])
+    assert packed.logprobs_N.tolist() == [-0.5, -1.0, -2.0]
+    early, late = packed.item.moved(3), PackItem([5, 6], [[7, 8], [9]], [3, 4])
+    assert early.tensors is packed.item.tensors
+    assert early.rows == late.rows
+    for a, b in zip(
+        build_micro_batch([early]).__dict__.values(), build_micro_batch([late]).__dict__.values(), strict=True
+    ):
+        assert str(a) == str(b)
+    masked = pack_group(Group(0, [5, 6], completions, 0), FilterConfig(mask_truncated=True))
+    assert (list(masked.item.rows), masked.is_valid, masked.lengths) == ([0], [True, False], [2, 1])
+    assert masked.logprobs_N.tolist() == [-0.5, -1.0, -2.0], "statistics of log-probs are by row, masked ones too"
+    nothing = pack_group(Group(0, [5, 6], completions[1:], 0), FilterConfig(mask_truncated=True))
+    assert not nothing.item.rows
 
 
 def test_a_group_that_fits_stays_whole_and_a_large_one_repeats_its_prompt():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import time
+
 import pytest
 
 from sagc_fast.algo.config import FilterConfig
@@ -98,6 +101,31 @@ def test_groups_come_in_order_with_their_problems_and_scores():
     assert (prompt_ids, group_size) == ([10, 11, 12], 2), "the noise key is the position of the draw"
     assert [p.stop for p in params] == [("stop10",), ("stop11",), ("stop12",)]
     assert {p.seed for p in params} == {5}
+
+
+def test_finished_groups_are_laid_out_during_generation_in_whatever_order():
+    """The fake engine finishes them backwards; the step sees them in order, each with its own tokens."""
+    s, engine, _ = sampler(mixed)
+    seen = []
+    original = engine.generate
+
+    def generate(*args, on_group, **options):
+        groups = original(*args, on_group=on_group, **options)
+        seen.append(time.perf_counter())
+        return groups
+
+    engine.generate = generate
+    rollout = s.sample(10, 3, 2)
+    for g in rollout.groups:
+        assert g.packed.item.prompt == g.group.prompt_token_ids
+        assert g.packed.lengths == g.group.lengths
+        assert "tensors" in g.packed.item.__dict__
+    assert rollout.pack_seconds > 0
+    assert rollout.rollout_seconds >= rollout.pack_seconds
+    assert 0 <= rollout.reward_seconds <= rollout.gap_seconds <= time.perf_counter() - seen[0]
+    sent = pickle.loads(pickle.dumps(rollout.groups[0]))
+    assert sent == rollout.groups[0]
+    assert sent.packed is None, "other processes lay out what they compute"
 
 
 def test_prompts_that_do_not_fit_are_passed_over_and_said_once(caplog):

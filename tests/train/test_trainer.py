@@ -23,7 +23,8 @@ STEP_FIELDS = {
     "num_straggler_groups", "straggler_rate", "straggler_ratio_mean", "straggler_ratio_max", "clipped_ratio",
     "reward_mean", "reward_std", "outcome_mean", "num_groups_kept", "num_groups_sampled", "length_mean", "length_max",
     "length_quantiles", "num_output_tokens", "num_prompt_tokens", "num_update_tokens", "rollout_seconds",
-    "reward_seconds", "update_seconds", "checkpoint_seconds", "step_seconds", "tokens_per_second", "idle_fraction",
+    "reward_seconds", "pack_seconds", "gap_seconds",
+    "update_seconds", "checkpoint_seconds", "step_seconds", "tokens_per_second", "idle_fraction",
     "tail_fraction", "num_preemptions", "loss", "grad_norm", "clip_low_fraction", "clip_high_fraction", "entropy", "kl",
     "logprob_diff_mean", "logprob_diff_max", "learning_rate", "num_reward_errors", "is_skipped",
 }  # fmt: skip
