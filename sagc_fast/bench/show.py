@@ -31,7 +31,8 @@ def show_record(screen: Console, record: dict[str, Any]) -> None:
     if record["ceilings"]:
         screen.print(ceilings_line(record["ceilings"], record["machine"]["threads"]))
     screen.print()
-    {"rollout": _show_rollout, "kernels": _show_kernels}.get(record["bench"], _show_results)(screen, record)
+    shown = {"rollout": _show_rollout, "kernels": _show_kernels, "step": _show_step}
+    shown.get(record["bench"], _show_results)(screen, record)
     for absent in record["absent"]:
         screen.print(f"absent: {absent['name']} ({absent['reason']})\n  {absent['install']}", markup=False)
     for note in record["notes"]:
@@ -154,6 +155,33 @@ def _show_results(screen: Console, record: dict[str, Any]) -> None:
                 f"faster than {entry['name']} by {ratio['ratio']:.2f} ({ratio['low']:.2f} - {ratio['high']:.2f})",
                 markup=False,
             )
+
+
+def _show_step(screen: Console, record: dict[str, Any]) -> None:
+    """CPU seconds by phase; what the update reaches of the products' rate; ratios to peers."""
+    about = record["workload"]
+    screen.print(
+        f"{about['num_prompts']} prompts x {about['group_size']} completions, {about['output_tokens']:,} output tokens "
+        f"(longest {about['max_length']}), {about['unique_prompt_tokens']:,} unique prompt tokens; CPU seconds"
+    )
+    phases = [name for name in record["results"][0]["metrics"] if name.endswith("_cpu")]
+    columns = ("", *(name.removesuffix("_cpu") for name in phases), "tokens/CPU-s", "tokens/s wall", "peak MB", "runs")
+    rows = []
+    for entry in record["results"]:
+        metrics = entry["metrics"]
+        peak = number(metrics["peak_rss"]["median"]) if "peak_rss" in metrics else ""
+        rates = (spread(metrics[f"tokens_per_{clock}_second"]) for clock in ("cpu", "wall"))
+        runs = str(entry["facts"]["runs"])
+        rows.append((entry["name"], *(spread(metrics[name]) for name in phases), *rates, peak, runs))
+    print_table(screen, columns, rows)
+    for dtype, facts in record["update"].items():
+        screen.print(
+            f"{dtype} update: {sum(facts['gflop'].values()):,.0f} GFLOP at {facts['gflops']:.0f} GFLOP/s, "
+            f"{facts['share_of_gemm_rate']:.0%} of what the model's dense products reach alone"
+        )
+    for pair, found in record["ratios"].items():
+        parts = (f"{name} {r['ratio']:.1f} ({r['low']:.1f} - {r['high']:.1f})" for name, r in found.items())
+        screen.print(f"{pair}: {', '.join(parts)}", markup=False)
 
 
 def _show_kernels(screen: Console, record: dict[str, Any]) -> None:

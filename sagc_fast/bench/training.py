@@ -1,8 +1,7 @@
-"""``sagc-fast bench step`` and ``bench train``: this package's trainer beside TRL's.
+"""``sagc-fast bench train``: a few optimizer steps of the shipped addition policy beside TRL's trainer.
 
-``step`` is one GRPO step on shape S with random weights and forced lengths: both do the same useful work. ``train`` is
-a few steps of the shipped addition policy, from the same weights on the same problems, prompts per step, group size and
-learning rate; completions end by themselves there, so rates per sampled token are what compares.
+From the same weights on the same problems, prompts per step, group size and learning rate. Completions end by
+themselves, so rates per sampled token are what compares; ``bench step`` (step.py) forces lengths.
 """
 
 from __future__ import annotations
@@ -13,36 +12,13 @@ from dataclasses import asdict
 from typing import Any
 
 from sagc_fast.bench.engines import OURS, OWN_PYTHON, PEERS, TRL, Absent, find_python
-from sagc_fast.bench.models import model_folder
 from sagc_fast.bench.record import metric, new_record, result, rounded
 from sagc_fast.bench.stats import ratio_interval
 from sagc_fast.bench.worker import PeerError, Worker
-from sagc_fast.bench.workload import Workload
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 256
 LEARNING_RATE = 1e-4
-STEP = Workload(group_size=8)
-QUICK_STEP = Workload(num_prompts=2, group_size=4, mean_length=16.0, max_length=32)
 Say = Callable[[str], None]
-
-
-def run_step(
-    workload: Workload, threads: int, runs: int, pythons: dict[str, str], label: str | None, say: Say
-) -> dict[str, Any]:
-    """The record of one GRPO step: CPU seconds of rollout and update, and tokens per second."""
-    fixed = {"threads": threads, "max_length": workload.max_length, "learning_rate": LEARNING_RATE}
-    record = new_record("step", {"model": "S", **fixed, "workload": asdict(workload)}, threads, label)
-    record["workload"] = workload.describe()
-    settings = {"model": str(model_folder("S", "fp32")), **fixed}
-
-    def request(run: int) -> dict[str, Any]:
-        lengths = workload.lengths()
-        if run == 0:  # the warm-up
-            lengths = [[min(8, length) for length in group] for group in lengths]
-        return {"prompts": workload.prompts(run), "lengths": lengths, "seed": run}
-
-    scripts = {OURS: "run_sagc_step.py", TRL.name: "run_trl_step.py"}
-    return _beside(record, scripts, settings, request, 1, runs, pythons, say)
 
 
 def run_train(
@@ -61,8 +37,25 @@ def run_train(
     def request(run: int) -> dict[str, Any]:
         return {"steps": steps if run else 1, "problems": problems}
 
-    scripts = {OURS: "run_sagc_train.py", TRL.name: "run_trl_train.py"}
-    return _beside(record, scripts, {"model": str(policy_folder()), **fixed}, request, steps, runs, pythons, say)
+    settings = {"model": str(policy_folder()), **fixed}
+    with ExitStack() as stack:
+        say(f"starting {OURS}")
+        workers = {OURS: stack.enter_context(Worker(OURS, OWN_PYTHON, PEERS / "run_sagc_train.py", settings))}
+        python = find_python(TRL, pythons)
+        if isinstance(python, Absent):
+            record["absent"].append(asdict(python))
+        else:
+            say("starting TRL")
+            try:
+                script = PEERS / "run_trl_train.py"
+                workers[TRL.name] = stack.enter_context(Worker(TRL.name, python, script, settings))
+            except PeerError as error:
+                record["notes"].append(str(error))
+        answers = _take_turns(workers, request, runs, record, say)
+    for name, done in answers.items():
+        if done:
+            record["results"].append(_result(name, workers[name], answers, steps, threads))
+    return record
 
 
 def _problems(steps: int) -> list[dict[str, str]]:
@@ -76,40 +69,10 @@ def _problems(steps: int) -> list[dict[str, str]]:
     return [{"prompt": problem.prompt, "answer": str(problem.answer)} for problem in drawn]
 
 
-def _beside(
-    record: dict[str, Any],
-    scripts: dict[str, str],
-    settings: dict[str, Any],
-    request: Callable[[int], dict[str, Any]],
-    steps: int,
-    runs: int,
-    pythons: dict[str, str],
-    say: Say,
-) -> dict[str, Any]:
-    """Fill the record: both trainers started, warmed up by request(0), then request(1), ... in turns."""
-    with ExitStack() as stack:
-        say(f"starting {OURS}")
-        workers = {OURS: stack.enter_context(Worker(OURS, OWN_PYTHON, PEERS / scripts[OURS], settings))}
-        python = find_python(TRL, pythons)
-        if isinstance(python, Absent):
-            record["absent"].append(asdict(python))
-        else:
-            say("starting TRL")
-            try:
-                workers[TRL.name] = stack.enter_context(Worker(TRL.name, python, PEERS / scripts[TRL.name], settings))
-            except PeerError as error:
-                record["notes"].append(str(error))
-        answers = _take_turns(workers, request, runs, record, say)
-    for name, done in answers.items():
-        if done:
-            record["results"].append(_result(name, workers[name], answers, steps, settings["threads"]))
-    return record
-
-
 def _take_turns(
     workers: dict[str, Worker], request: Callable[[int], dict[str, Any]], runs: int, record: dict[str, Any], say: Say
 ) -> dict[str, list[dict[str, Any]]]:
-    """The answers to request(1), ... request(runs). TRL drops out when it fails or does other work than it should."""
+    """The answers to request(1), ... request(runs). TRL drops out when it fails."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     active = dict(workers)
     for run in range(runs + 1):
@@ -117,7 +80,7 @@ def _take_turns(
         for name in list(active):
             say(f"run {run} of {runs}: {name}" if run else f"warming up {name}")
             try:
-                answer = active[name].rollout(**asked) if "lengths" in asked else active[name].run(asked)
+                answer = active[name].run(asked)
             except PeerError as error:
                 if name == OURS:
                     raise

@@ -19,10 +19,32 @@ examples:
   sagc-fast bench rollout --model M --dtype bf16 --vs vllm,openvino --peer-python vllm=peer-vllm/bin/python
   sagc-fast bench kernels --model S --rows 1,16,128 --out bench.jsonl
   sagc-fast bench controller --quick --json
-  sagc-fast bench step --group-size 16 --peer-python trl=peer-trl/bin/python
+  sagc-fast bench step --dtype fp32,bf16 --peer-python trl=peer-trl/bin/python
   sagc-fast bench train --runs 5
   sagc-fast bench compare before.jsonl after.jsonl --fail-if-slower 5%
   sagc-fast bench compare 5536ce5 c0ffee1 --history bench.jsonl  two commits, or labels, of one history"""
+EXAMPLES = {
+    "rollout": """
+  sagc-fast bench rollout --model S --runs 5                     this engine beside the peers that are installed
+  sagc-fast bench rollout --quick --vs none                      is everything there?
+  sagc-fast bench rollout --model M --dtype bf16 --vs vllm --peer-python vllm=peer-vllm/bin/python""",
+    "kernels": """
+  sagc-fast bench kernels --model S --rows 1,16,128
+  sagc-fast bench kernels --model smollm2 --dtype bf16 --out bench.jsonl --label before""",
+    "controller": """
+  sagc-fast bench controller
+  sagc-fast bench controller --quick --json""",
+    "step": """
+  sagc-fast bench step --dtype fp32,bf16                         ours alone, by phase, against the ceiling
+  sagc-fast bench step --dtype fp32,bf16 --peer-dtype fp32 --peer-python trl=peer-trl/bin/python
+  sagc-fast bench step --model smollm2 --dtype bf16 --group-size 4 --runs 1""",
+    "train": """
+  sagc-fast bench train --runs 5
+  sagc-fast bench train --steps 5 --peer-python trl=peer-trl/bin/python --out bench.jsonl""",
+    "compare": """
+  sagc-fast bench compare before.jsonl after.jsonl --fail-if-slower 5%
+  sagc-fast bench compare 5536ce5 c0ffee1 --history bench.jsonl  two commits, or labels, of one history""",
+}
 
 RUNS = {"rollout": 5, "kernels": 10, "controller": 20, "step": 3, "train": 3}
 QUICK_RUNS = {"rollout": 2, "kernels": 3, "controller": 3, "step": 1, "train": 1}
@@ -32,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        return kinds.add_parser(name, help=text, description=text)
+        return kinds.add_parser(
+            name, help=text, description=text, epilog=f"examples:{EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
 
     _add_rollout(add("rollout", "groups of completions with forced lengths: tokens per second beside other engines"))
     kernels = add("kernels", "each operation of a decode step, native and plain torch, against the ceilings")
@@ -43,8 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(
         add("controller", "choosing the group size: microseconds a step, a million simulated steps"), "controller"
     )
-    step = add("step", "one GRPO step on shape S with forced lengths: rollout and update, beside TRL's trainer")
-    step.add_argument("--group-size", type=int, metavar="G", help="completions per prompt (8)")
+    step = add("step", "one GRPO step with forced lengths, by phase: rollout and update, beside TRL's trainer")
+    step.add_argument("--model", default="S", metavar="DIR", help="S, M, smollm2 or a model folder (S)")
+    step.add_argument("--dtype", default="fp32", metavar="LIST", help="dtypes of ours: fp32, bf16 or fp32,bf16 (fp32)")
+    step.add_argument("--peer-dtype", metavar="LIST", help="dtypes of TRL (those of ours)")
+    step.add_argument("--group-size", type=int, metavar="G", help="completions per prompt (16)")
     _add_peer_python(step)
     _add_common(step, "step")
     _add_threads(step)
@@ -194,14 +222,28 @@ def _controller(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _step(args: argparse.Namespace) -> dict[str, Any]:
-    from sagc_fast.bench import training
-    from sagc_fast.bench.engines import parse_pythons
-    from sagc_fast.bench.show import say
+    dtypes = _dtypes(args.dtype, "--dtype")
+    peer_dtypes = dtypes if args.peer_dtype is None else _dtypes(args.peer_dtype, "--peer-dtype")
 
-    workload = training.QUICK_STEP if args.quick else training.STEP
+    from sagc_fast.bench import step
+    from sagc_fast.bench.engines import parse_pythons
+    from sagc_fast.bench.models import WORKLOADS
+    from sagc_fast.bench.show import say
+    from sagc_fast.bench.workload import Workload
+
+    workload = step.QUICK if args.quick else WORKLOADS.get(args.model, Workload())
     if args.group_size is not None:
         workload = replace(workload, group_size=args.group_size)
-    return training.run_step(workload, args.threads, args.runs, parse_pythons(args.peer_python), args.label, say)
+    pythons = parse_pythons(args.peer_python)
+    settings = step.StepSettings(args.model, dtypes, peer_dtypes, workload, args.threads, args.runs, pythons)
+    return step.run_step(settings, args.label, say)
+
+
+def _dtypes(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if not set(names) <= {"fp32", "bf16"}:
+        raise ConfigError(f"{option} is {text!r}; it must be fp32, bf16 or fp32,bf16.")
+    return names
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:

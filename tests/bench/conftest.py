@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sagc_fast.bench.models import SHAPES
 from sagc_fast.bench.record import metric, new_record, result
 
 FAKE_PEER = """
@@ -68,3 +69,12 @@ def make_record() -> Callable[..., dict[str, Any]]:
         return record
 
     return make
+
+
+@pytest.fixture
+def thin_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """S with one thin layer, in a cache of its own, and few ceilings."""
+    monkeypatch.setenv("SAGC_BENCH_CACHE", str(tmp_path / "cache"))
+    thin = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    monkeypatch.setitem(SHAPES, "S", SHAPES["S"] | thin | {"head_dim": 8})
+    monkeypatch.setattr("sagc_fast.bench.ceilings.READ_BYTES", 2**16)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from sagc_fast.bench import controller, kernels, show, training
+from sagc_fast.bench import controller, kernels, show, step, training
 from sagc_fast.bench.kernels import BUILDERS
-from sagc_fast.bench.models import Shape
+from sagc_fast.bench.models import Shape, model_folder, shape_of
+from sagc_fast.bench.workload import Workload
+from sagc_fast.cli import main
 from sagc_fast.ops import use_backend
 
 SMALL = Shape(width=16, layers=1, heads=4, kv_heads=2, head_dim=8, hidden=24, vocab=32)
@@ -116,16 +118,44 @@ def test_our_own_trainer_takes_the_steps_asked_for():
     assert answer["seconds"]["rollout"] > 0
 
 
-def test_step_record_and_a_trainer_that_does_other_work(monkeypatch, tmp_path, fake_python, broken_python):
-    monkeypatch.setenv("SAGC_BENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(training, "model_folder", lambda name, dtype: tmp_path)
-    monkeypatch.setattr(training, "OWN_PYTHON", str(fake_python))
-    record = training.run_step(training.QUICK_STEP, 1, 2, {"trl": str(fake_python)}, None, quiet)
-    assert [entry["name"] for entry in record["results"]] == ["sagc_fast", "trl"]
-    assert record["results"][0]["facts"]["seconds"] == {"rollout": 0.5, "update": 0.25}
-    record = training.run_step(training.QUICK_STEP, 1, 1, {"trl": str(broken_python("short"))}, None, quiet)
-    assert [entry["name"] for entry in record["results"]] == ["sagc_fast"]
+def test_step_record_by_phase_and_a_trainer_that_does_other_work(monkeypatch, thin_shape, fake_python, broken_python):
+    monkeypatch.setattr(step, "OWN_PYTHON", str(fake_python))
+    monkeypatch.setattr(step, "GEMM_ROWS", 4)
+    settings = step.StepSettings(
+        model="S", dtypes=("fp32", "bf16"), peer_dtypes=("fp32",), workload=step.QUICK, threads=1, runs=2,
+        pythons={"trl": str(fake_python)},
+    )  # fmt: skip
+    record = step.run_step(settings, None, quiet)
+    assert json.loads(json.dumps(record)) == record
+    assert [entry["name"] for entry in record["results"]] == ["sagc_fast fp32", "sagc_fast bf16", "trl fp32"]
+    metrics = record["results"][0]["metrics"]
+    assert [metrics[f"{p}_cpu"]["median"] for p in ("rollout", "forward", "update", "step")] == [0.5, 0.0, 0.25, 0.75]
+    assert set(record["ratios"]) == {"trl fp32 / sagc_fast fp32", "trl fp32 / sagc_fast bf16"}
+    assert record["ratios"]["trl fp32 / sagc_fast bf16"]["update"]["ratio"] == 1.0
+    for dtype in ("fp32", "bf16"):
+        facts, rate = record["update"][dtype], record["ceilings"]["gemm_flops"][dtype]["per_cpu_second"]
+        assert facts["gflops"] == pytest.approx(sum(facts["gflop"].values()) / 0.25, rel=1e-4)
+        assert facts["share_of_gemm_rate"] == pytest.approx(facts["gflops"] * 1e9 / rate, rel=1e-4)
+    text = shown(record)
+    assert "trl fp32 / sagc_fast bf16: rollout 1.0 (1.0 - 1.0), update 1.0" in text
+    settings = replace(settings, dtypes=("fp32",), runs=1, pythons={"trl": str(broken_python("short"))})
+    record = step.run_step(settings, None, quiet)
+    assert [entry["name"] for entry in record["results"]] == ["sagc_fast fp32"]
     assert "tokens where" in record["notes"][0]
+
+
+def test_the_operations_of_an_update_are_those_of_the_formula(thin_shape):
+    """One prompt of 3 tokens with completions of 1 and 2: 6 tokens in the layers, 3 at the head, pairs by hand."""
+    workload = Workload(
+        num_prompts=1, group_size=2, mean_length=1.5, max_length=2, min_length=1, min_prompt=3, max_prompt=3
+    )
+    lengths = workload.lengths()[0]
+    shape = shape_of(model_folder("S", "fp32"))
+    flops = step.update_flops(workload, model_folder("S", "fp32"))
+    assert flops["layers"] == 3 * shape.layer_flops_per_token() * (3 + sum(lengths))
+    assert flops["head"] == 4 * 2 * shape.vocab * shape.width * sum(lengths)
+    pairs = 6 + sum(sum(3 + t + 1 for t in range(n)) for n in lengths)
+    assert flops["attention"] == pytest.approx(3.5 * shape.attention_flops(pairs))
 
 
 def test_our_own_step_does_the_forced_work(tiny_model, tmp_path):
@@ -139,3 +169,12 @@ def test_our_own_step_does_the_forced_work(tiny_model, tmp_path):
         answers = [worker.rollout([[5, 6, 7]], [[1, 4, 2]], seed) for seed in range(2)]
     assert [answer["output_tokens"] for answer in answers] == [7, 7]
     assert answers[0]["seconds"]["update"] > 0
+
+
+@pytest.mark.parametrize("bench", ["rollout", "kernels", "controller", "step", "train", "compare"])
+def test_the_help_of_every_bench_ends_with_examples(bench, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", bench, "--help"])
+    examples = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
+    assert len(examples) >= 2
+    assert all(line.startswith(f"  sagc-fast bench {bench}") for line in examples)

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from sagc_fast.bench import rollout, show
 from sagc_fast.bench.engines import ENGINES, OURS, PEERS, Absent, find_python, parse_names, parse_pythons
-from sagc_fast.bench.models import SHAPES
 from sagc_fast.bench.record import SCHEMA
 from sagc_fast.bench.rollout import RolloutSettings
 from sagc_fast.bench.worker import PeerError, Worker
@@ -24,13 +23,9 @@ SMALL = Workload(num_prompts=2, group_size=3, mean_length=3.0, max_length=5, min
 
 
 @pytest.fixture
-def small_model(monkeypatch, tmp_path, fake_python):
-    """S with one thin layer, in a cache of its own, and few ceilings; a stand-in for this engine, too."""
+def small_model(monkeypatch, thin_shape, fake_python):
+    """A thin S, and a stand-in for this engine."""
     monkeypatch.setattr(rollout, "OWN_PYTHON", str(fake_python))
-    monkeypatch.setenv("SAGC_BENCH_CACHE", str(tmp_path / "cache"))
-    thin = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
-    monkeypatch.setitem(SHAPES, "S", SHAPES["S"] | thin | {"head_dim": 8})
-    monkeypatch.setattr("sagc_fast.bench.ceilings.READ_BYTES", 2**16)
 
 
 def measure(pythons, peers=("vllm",), runs=2, **fields):
@@ -170,6 +165,8 @@ def test_the_command_ends_with_one_json_line_and_keeps_a_history(small_model, tm
         ["kernels", "--rows", "1,x"],
         ["kernels", "--model", "XL"],
         ["train", "--steps", "0"],
+        ["step", "--dtype", "fp16"],
+        ["step", "--model", "nowhere"],
     ],
 )
 def test_bad_input_is_one_sentence(argv, capsys):
