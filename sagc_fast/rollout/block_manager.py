@@ -26,8 +26,11 @@ class BlockManager:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    def allocate(self, count: int) -> BlockIds:
-        """Take ``count`` free blocks, each with one owner. The caller has checked ``num_free``."""
+    def allocate(self, count: int, is_reserve: bool = False) -> BlockIds:
+        """Take ``count`` free blocks, each with one owner. The caller has checked ``num_free``.
+
+        A reserve for later steps counts in ``peak_used`` only as far as it is still held at :meth:`note_peak`.
+        """
         if count > self.num_free:
             raise RuntimeError(
                 f"{count} KV blocks were asked for with {self.num_free} free; the scheduler must reclaim."
@@ -35,8 +38,12 @@ class BlockManager:
         taken = self._free[self.num_free - count : self.num_free][::-1].copy()
         self.num_free -= count
         self.refcounts[taken] = 1
-        self.peak_used = max(self.peak_used, self.num_used)
+        if not is_reserve:
+            self.note_peak()
         return taken
+
+    def note_peak(self) -> None:
+        self.peak_used = max(self.peak_used, self.num_used)
 
     def share(self, blocks: BlockIds) -> None:
         """One more owner for each of these blocks (distinct ids, as in a block table)."""

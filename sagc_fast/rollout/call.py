@@ -81,6 +81,7 @@ class Call:
         self._blocks = BlockManager(kv.num_blocks)
         queue = AdmissionQueue(history)
         self._speculation = speculation
+        self._runner = ModelRunner(model, kv, self._rows, self._end_table)
         self._scheduler = Scheduler(
             queue,
             self._rows,
@@ -88,22 +89,20 @@ class Call:
             kv.block_size,
             settings.max_batch_tokens,
             Speculator(self._rows, speculation) if speculation.is_on else None,
+            self._runner.max_steps,
         )
         for group in self._sequence_groups:
             queue.add(group)
-        self._runner = ModelRunner(model, kv, self._rows)
         self._kv_bytes = kv.num_bytes
         self._recorder = StatsRecorder(settings.capacity_rows)
         self._groups: dict[int, Group] = {}
 
     def run(self, on_group: OnGroup | None) -> list[Group]:
         """All groups, in prompt order."""
-        step = 0
         while self._scheduler.has_work:
-            for group in self._step(step):
+            for group in self._run_plan(first_step=len(self._recorder.active_rows)):
                 if on_group is not None:
                     on_group(group)
-            step += 1
         return [self._groups[index] for index in range(len(self._sequence_groups))]
 
     def stats(self, total_seconds: float) -> RolloutStats:
@@ -118,11 +117,11 @@ class Call:
             is_filtered=any(p.is_filtered and p.temperature > 0 for p in params),
         )
 
-    # ---- one step ------------------------------------------------------------------------------------------------
+    # ---- one plan ------------------------------------------------------------------------------------------------
 
     @ranged("engine step")
-    def _step(self, step: int) -> list[Group]:
-        """Plan, compute, sample, retire; the groups that are complete now."""
+    def _run_plan(self, first_step: int) -> list[Group]:
+        """Plan, compute, sample, retire; the groups that are complete now. Mostly one step, see ``num_steps``."""
         started = thread_time()  # of this thread, so that a busy machine does not teach wrong costs
         rows, scheduler = self._rows, self._scheduler
         plan = scheduler.schedule()
@@ -130,15 +129,17 @@ class Call:
             raise RuntimeError("The rollout scheduler has work and planned none; this is a bug in sagc_fast.")
         result = self._runner.run(plan)
         num_hits = num_accepted(plan.drafts, result.tokens[: plan.num_decode_tokens])
-        scheduler.commit(plan, num_hits)
+        scheduler.commit(plan, num_hits, result.num_steps)
         drawn = self._up_to_ends(_that_count(plan, result, num_hits))
         slots = drawn.slots
         if slots.size:
             rows.append(slots, drawn.offsets, drawn.tokens, drawn.logprobs)
             for slot in slots[rows.num_output[slots] == 1].tolist():
-                rows.sequences[slot].first_step = step
-        complete = self._retire(drawn, step) if drawn.is_over.any() else []
-        self._record(plan, result, num_accepted=slots.size - plan.num_sampled_rows, seconds=thread_time() - started)
+                rows.sequences[slot].first_step = first_step
+        is_burst = result.num_steps > 1  # else offsets are places in a draft
+        last_steps = first_step + drawn.offsets if is_burst else np.full(slots.size, first_step)
+        complete = self._retire(drawn, last_steps) if drawn.is_over.any() else []
+        self._record(plan, result, drawn, seconds=thread_time() - started)
         return complete
 
     def _up_to_ends(self, drawn: Drawn) -> Drawn:
@@ -164,23 +165,25 @@ class Call:
         first_of_row = np.arange(slots.size) - drawn.offsets
         return drawn.only(ends_before == ends_before[first_of_row])
 
-    def _retire(self, drawn: Drawn, step: int) -> list[Group]:
+    def _retire(self, drawn: Drawn, steps: NDArray[np.int64]) -> list[Group]:
         """Take out the rows that are over; the groups that this completes."""
         complete = []
         over = np.flatnonzero(drawn.is_over)
         for row, sequence in zip(over.tolist(), self._scheduler.finish(drawn.slots[over]), strict=True):
             group = sequence.group
-            completion = self._completion(sequence, step, bool(drawn.is_stopped[row]), bool(drawn.is_matched[row]))
+            is_stopped, is_matched = bool(drawn.is_stopped[row]), bool(drawn.is_matched[row])
+            completion = self._completion(sequence, int(steps[row]), is_stopped, is_matched)
             group.completions[sequence.sample_index] = completion
             if len(group.completions) == len(group.sequences):
                 complete.append(self._complete(group))
         return complete
 
-    def _record(self, plan: StepPlan, result: StepResult, num_accepted: int, seconds: float) -> None:
+    def _record(self, plan: StepPlan, result: StepResult, drawn: Drawn, seconds: float) -> None:
         num_rows, cost = plan.num_sampled_rows, self._speculation.cost
         num_drafted = plan.drafts.tokens.size
-        self._recorder.add_step(
-            num_rows,
+        active_rows = [num_rows] if result.num_steps == 1 else np.bincount(drawn.offsets).tolist()
+        self._recorder.add_steps(
+            active_rows,
             result.num_prefill_tokens,
             result.num_recomputed_tokens,
             result.num_decode_tokens,
@@ -188,9 +191,10 @@ class Call:
             result.sample_seconds,
         )
         if num_drafted:
-            self._recorder.add_drafts(num_drafted, num_accepted, num_rows, cost)
+            self._recorder.add_drafts(num_drafted, drawn.slots.size - num_rows, num_rows, cost)
         if not plan.chunks:
-            cost.observe(result.num_decode_tokens, seconds)
+            for _ in range(result.num_steps):
+                cost.observe(plan.num_decode_tokens, seconds / result.num_steps)
 
     # ---- records -------------------------------------------------------------------------------------------------
 
@@ -247,7 +251,8 @@ class Call:
 def _that_count(plan: StepPlan, result: StepResult, num_hits: NDArray[np.int64]) -> Drawn:
     """The plan's samples without those that were drawn behind a draft that did not come true."""
     nothing = np.zeros(result.tokens.size, dtype=bool)
-    drawn = Drawn(plan.sample_slots, plan.sample_offsets, result.tokens, result.logprobs, nothing, nothing, nothing)
+    samples = plan.samples_of(result.num_steps)
+    drawn = Drawn(*samples, result.tokens, result.logprobs, nothing, nothing, nothing)
     if not plan.drafts.tokens.size:
         return drawn
     is_counted = np.ones(result.tokens.size, dtype=bool)

@@ -17,13 +17,17 @@ from sagc_fast.rollout.kv_cache import KVCache
 from sagc_fast.rollout.rows import RowTable
 from sagc_fast.rollout.sampler import Sampler
 from sagc_fast.rollout.scheduler import StepPlan
+from sagc_fast.rollout.stop import EndTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """Tokens of the plan's ``sample_slots`` and where the step's time went."""
+    """Tokens of the steps done and where their time went."""
 
+    num_steps: int
+    """At least 1, at most the plan's."""
     tokens: NDArray[np.int64]
+    """In the order of ``plan.samples_of(num_steps)``."""
     logprobs: NDArray[np.float32]
     num_decode_tokens: int
     num_prefill_tokens: int
@@ -34,12 +38,16 @@ class StepResult:
 
 
 class ModelRunner:
-    """Binds a model, its KV cache and the row table of one call."""
+    """Binds a model, its KV cache, the row table and the ending token ids of one call."""
 
-    def __init__(self, model: Any, kv: KVCache, rows: RowTable) -> None:
+    max_steps = 1
+    """Most steps of a plan that are worth asking for."""
+
+    def __init__(self, model: Any, kv: KVCache, rows: RowTable, ends: EndTable) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
+        self._ends = ends
         self._decoder = model.decoder(kv) if isinstance(model, Transformer) else None
         self._sampler = Sampler(model, rows, self._decoder)
 
@@ -60,6 +68,7 @@ class ModelRunner:
             )
             logits_seconds = self._sampler.logits_seconds
         return StepResult(
+            num_steps=1,
             tokens=tokens,
             logprobs=logprobs,
             num_decode_tokens=batch.num_decode_tokens,

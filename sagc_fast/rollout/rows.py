@@ -37,6 +37,7 @@ class RowTable:
         self.last_token = np.zeros(capacity, dtype=np.int64)
         self.end_set = np.zeros(capacity, dtype=np.int64)
         self.has_matcher = np.zeros(capacity, dtype=bool)
+        self.needs_host = np.zeros(capacity, dtype=bool)
         self.seed = np.zeros(capacity, dtype=np.uint64)
         self.prompt_id = np.zeros(capacity, dtype=np.uint64)
         self.sample_index = np.zeros(capacity, dtype=np.uint64)
@@ -82,6 +83,7 @@ class RowTable:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.is_filtered[slot] = params.is_filtered and params.temperature > 0
+        self.needs_host[slot] = self.has_matcher[slot] or self.is_filtered[slot]  # step by step: no bursts
         self._reserve_outputs(num_output)
         if num_output:
             self.last_token[slot] = sequence.token_ids[-1]

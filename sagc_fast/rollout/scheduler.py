@@ -14,7 +14,12 @@ oldest readmitted first; their tokens are kept and only their KV is computed aga
 while one free block per running row remains (ours: a row grows by ``block_size`` tokens before it needs another); where
 that fails, idle prompts of other groups go as well, the one idle for longest first, if the sequence can start for it.
 
-A step costs O(admitted rows), most of it in whole-array operations; completions that wait cost nothing.
+Bursts. A plan may ask for several steps at once (``num_steps``) where planning each of them would change nothing: only
+decode rows, nothing to prefill or recompute, no drafts until then, no row whose end the host must find, free blocks.
+Whoever waits for a row or for blocks could not start before a row ends, as free blocks only become fewer until then; so
+the runner returns behind the first step in which one does, and tokens and statistics are those of single steps.
+
+A plan costs O(admitted rows), most of it in whole-array operations; completions that wait cost nothing.
 """
 
 from __future__ import annotations
@@ -69,6 +74,13 @@ class StepPlan:
     """The row of each token drawn, in sampling order: a decode row comes once and once more for each of its drafts."""
     sample_offsets: NDArray[np.int64]
     """How many places behind its row's next token each one stands: 0, or the number of drafts before it."""
+    num_steps: int = 1
+    """How often the runner may run the decode rows, each step feeding on the tokens of the one before. Above 1: there
+    is nothing but decode rows, without drafts, filters and stop strings; the blocks of all these steps are in the block
+    tables; no row reaches its length cap before the last one."""
+    must_stop_at_end: bool = True
+    """Whether the runner has to return behind the first step in which a row is over. Else it may go on (the tokens of a
+    row that is over are dropped): nobody waits for the row."""
 
     @property
     def num_decode_tokens(self) -> int:
@@ -77,8 +89,16 @@ class StepPlan:
 
     @property
     def num_sampled_rows(self) -> int:
-        """Rows that get at least one token."""
+        """Rows that get at least one token in a step."""
         return self.sample_slots.size - self.drafts.tokens.size
+
+    def samples_of(self, num_steps: int) -> tuple[Slots, NDArray[np.int64]]:
+        """``sample_slots`` and ``sample_offsets`` of the tokens that ``num_steps`` steps bring, in the order in which
+        the runner returns them: those of a row side by side."""
+        if num_steps == 1:
+            return self.sample_slots, self.sample_offsets
+        num_rows = self.decode_slots.size
+        return np.repeat(self.decode_slots, num_steps), np.tile(np.arange(num_steps), num_rows)
 
 
 class Scheduler:
@@ -86,7 +106,7 @@ class Scheduler:
 
     Call :meth:`schedule`, run the plan, :meth:`commit` it, record the sampled tokens in ``rows``, then :meth:`finish`
     the sequences that end. ``blocks`` must be able to hold the longest sequence alone (the engine checks it before).
-    Without a ``speculator`` nothing is drafted.
+    Without a ``speculator`` nothing is drafted. ``max_steps`` bounds the steps of a plan.
     """
 
     def __init__(
@@ -97,6 +117,7 @@ class Scheduler:
         block_size: int,
         max_batch_tokens: int,
         speculator: Speculator | None = None,
+        max_steps: int = 1,
     ) -> None:
         if rows.capacity > max_batch_tokens:
             raise ValueError(f"{rows.capacity} rows do not fit in steps of max_batch_tokens={max_batch_tokens}.")
@@ -106,6 +127,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens
         self.speculator = speculator
+        self.max_steps = max_steps
         self.num_preemptions = 0
         self._sent_back: list[tuple[int, Sequence]] = []
         self._prefilling: list[PromptGroup] = []
@@ -136,6 +158,10 @@ class Scheduler:
         drafts = self._plan_drafts(budget - sum(chunk.length for chunk in chunks))
         sampled = [_sampled_by(chunk) for chunk in chunks if chunk.is_last]
         joining = [s.slot for group in (*sampled, self._late_forks) for s in group]
+        num_steps = 1
+        is_settled = self.num_preemptions == preemptions_before and not (self._prefilling or self._recomputing)
+        if is_settled and not joining and not drafts.tokens.size:
+            num_steps = self._reserve_steps()
         copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
         sample_slots, sample_offsets = _samples(decode_slots, drafts, joining)
         return StepPlan(
@@ -148,15 +174,19 @@ class Scheduler:
             copy_targets=copies[:, 1],
             sample_slots=sample_slots,
             sample_offsets=sample_offsets,
+            num_steps=num_steps,
+            must_stop_at_end=num_steps == 1 or self._must_stop_at_end(),
         )
 
-    def commit(self, plan: StepPlan, num_accepted: NDArray[np.int64]) -> None:
-        """The plan's tokens are in the cache, and the first ``num_accepted`` [D] drafts of each decode row are its next
-        tokens; rows that sample their next token become decode rows."""
+    def commit(self, plan: StepPlan, num_accepted: NDArray[np.int64], num_steps: int = 1) -> None:
+        """``num_steps`` of the plan's steps are done, their tokens are in the cache, and the first ``num_accepted`` [D]
+        drafts of each decode row are its next tokens; rows that sample their next token become decode rows."""
         rows = self.rows
-        rows.num_computed[plan.decode_slots] += 1 + num_accepted
+        rows.num_computed[plan.decode_slots] += num_steps + num_accepted
         if plan.drafts.tokens.size:
-            self._release_rejected(plan.decode_slots[plan.drafts.lengths > num_accepted])
+            self._release_unused(plan.decode_slots[plan.drafts.lengths > num_accepted])
+        if plan.num_steps > 1:
+            self._commit_burst(plan, num_steps)
         for chunk in plan.chunks:
             if chunk.sequence is None:
                 self._commit_prompt_chunk(chunk)
@@ -200,20 +230,66 @@ class Scheduler:
         num_missing = np.maximum(last_columns + 1 - rows.num_blocks[slots], 0)
         if num_missing.sum() > self.blocks.num_free:
             return drafts.cut(rows.num_blocks[slots] * self.block_size - 1 - rows.num_computed[slots])
-        for slot, count in zip(slots[num_missing > 0].tolist(), num_missing[num_missing > 0].tolist(), strict=True):
-            begin = rows.num_blocks[slot]
-            rows.block_tables[slot, begin : begin + count] = self.blocks.allocate(count)
-            rows.num_blocks[slot] += count
+        self._extend_tables(slots, num_missing)
         return drafts
 
-    def _release_rejected(self, slots: Slots) -> None:
-        """Give back blocks that only drafts were written to, of rows whose drafts did not all count."""
+    def _extend_tables(self, slots: Slots, num_missing: NDArray[np.int64], is_reserve: bool = False) -> None:
+        """Give each slot so many more blocks."""
+        rows, is_short = self.rows, num_missing > 0
+        for slot, count in zip(slots[is_short].tolist(), num_missing[is_short].tolist(), strict=True):
+            begin = rows.num_blocks[slot]
+            rows.block_tables[slot, begin : begin + count] = self.blocks.allocate(count, is_reserve)
+            rows.num_blocks[slot] += count
+
+    def _release_unused(self, slots: Slots) -> None:
+        """Give back blocks that hold nothing that counts: of rejected drafts, of steps that were not done."""
         rows = self.rows
         num_used = -(-rows.num_computed[slots] // self.block_size)
         is_over = rows.num_blocks[slots] > num_used
         for slot, kept in zip(slots[is_over].tolist(), num_used[is_over].tolist(), strict=True):
             self.blocks.release(rows.block_tables[slot, kept : rows.num_blocks[slot]])
             rows.num_blocks[slot] = kept
+
+    # ---- bursts --------------------------------------------------------------------------------------------------
+
+    def _reserve_steps(self) -> int:
+        """How many steps the decode rows can take without a new plan; their blocks are in the tables then. A burst
+        displaces nothing: it is as long as free blocks allow."""
+        rows, slots, size = self.rows, self.rows.decode_slots, self.block_size
+        num_steps, num_quiet = self.max_steps, self._num_quiet_steps()
+        if num_quiet is not None:
+            num_steps = min(num_steps, 1 + num_quiet)
+        if num_steps == 1 or not slots.size or rows.needs_host[slots].any():
+            return 1
+        num_steps = min(num_steps, int((rows.max_output[slots] - rows.num_output[slots]).min()))
+        room = rows.num_blocks[slots] * size - rows.num_computed[slots]
+        while num_steps > 1:
+            num_missing = -(np.minimum(room - num_steps, 0) // size)
+            if num_missing.sum() <= self.blocks.num_free:
+                self._extend_tables(slots, num_missing, is_reserve=True)
+                return num_steps
+            num_steps //= 2
+        return 1
+
+    def _must_stop_at_end(self) -> bool:
+        """Whether the next plan could differ as soon as a row is over: it goes to who waits, or drafts begin."""
+        if self._sent_back or self.queue.num_waiting:
+            return True
+        return self.speculator is not None and self._num_quiet_steps() is None
+
+    def _num_quiet_steps(self) -> int | None:
+        """For how many steps more the speculator would propose nothing; None: until a row ends."""
+        num_rows = self.rows.decode_slots.size
+        if self.speculator is None or num_rows >= self.max_batch_tokens:
+            return None
+        return self.speculator.num_quiet_steps(num_rows)
+
+    def _commit_burst(self, plan: StepPlan, num_steps: int) -> None:
+        if num_steps < plan.num_steps:
+            self._release_unused(plan.decode_slots)
+        self.blocks.note_peak()
+        if self.speculator is not None and self._num_quiet_steps() is not None:
+            self.speculator.skip(num_steps - 1)
 
     # ---- memory --------------------------------------------------------------------------------------------------
 

@@ -139,6 +139,15 @@ class Speculator:
         self._next_pause = 1 if tokens else min(2 * self._next_pause + 1, LONGEST_PAUSE)
         return Drafts(np.array(lengths, dtype=np.int64), np.array(tokens, dtype=np.int64))
 
+    def num_quiet_steps(self, num_rows: int) -> int | None:
+        """For how many steps with these rows :meth:`propose` is sure to propose nothing, so that it need not be asked
+        (see :meth:`skip`); None: as long as there are so many rows."""
+        return None if num_rows > ROWS_PER_FIXED_TOKEN * self._cost.fixed_tokens else self._pause
+
+    def skip(self, num_steps: int) -> None:
+        """So many of these steps are done, and :meth:`propose` has not been asked."""
+        self._pause = max(0, self._pause - num_steps)
+
     def _up_to_date(self, slot: int, num_output: int, newest_token: int) -> Cursor:
         """The cursor of the sequence in ``slot``, all its ``num_output`` tokens read."""
         sequence = self._rows.sequences[slot]

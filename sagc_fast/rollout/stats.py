@@ -28,20 +28,21 @@ class StatsRecorder:
         self.num_steps_saved = 0.0
         self.draft_gain_seconds = 0.0
 
-    def add_step(
+    def add_steps(
         self,
-        num_sampled: int,
+        num_sampled: list[int],
         num_prefill_tokens: int,
         num_recomputed_tokens: int,
         num_decode_tokens: int,
         model_seconds: float,
         sample_seconds: float,
     ) -> None:
-        """One engine step; model time is divided between prefill and decode by their tokens.
+        """Engine steps of one plan: the rows that sample in each of them, and the tokens and seconds of all.
 
-        A step without tokens (first tokens drawn from prompts that were ready) counts as decode.
+        Model time is divided between prefill and decode by their tokens. A step without tokens (first tokens drawn
+        from prompts that were ready) counts as decode.
         """
-        self.active_rows.append(num_sampled)
+        self.active_rows += num_sampled
         self.num_prefill_tokens += num_prefill_tokens
         self.num_recomputed_tokens += num_recomputed_tokens
         num_tokens = num_prefill_tokens + num_decode_tokens

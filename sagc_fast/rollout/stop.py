@@ -26,11 +26,16 @@ class EndTable:
 
     def is_end(self, tokens_R: NDArray[np.int64], set_indices_R: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these tokens end their row. bool [R]."""
+        return (self.ids[set_indices_R] == tokens_R[:, None]).any(axis=1)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """[sets, ids], rows filled up with -1."""
         if len(self._indices) != self._table.shape[0]:
             width = max(len(ids) for ids in self._indices)
             padded = [(*ids, *(-1,) * (width - len(ids))) for ids in self._indices]
             self._table = np.array(padded, dtype=np.int64).reshape(len(padded), width)
-        return (self._table[set_indices_R] == tokens_R[:, None]).any(axis=1)
+        return self._table
 
 
 class Detokenizer:

@@ -86,9 +86,9 @@ def test_recomputation_is_counted_apart(helpers, engine_with_blocks):
 
 def test_model_time_is_divided_by_tokens():
     recorder = StatsRecorder(capacity_rows=4)
-    recorder.add_step(1, 30, 5, 10, model_seconds=4.0, sample_seconds=0.5)
-    recorder.add_step(4, 0, 0, 4, model_seconds=1.0, sample_seconds=0.25)
-    recorder.add_step(2, 0, 0, 0, model_seconds=0.5, sample_seconds=0.25)
+    recorder.add_steps([1], 30, 5, 10, model_seconds=4.0, sample_seconds=0.5)
+    recorder.add_steps([2, 2], 0, 0, 4, model_seconds=1.0, sample_seconds=0.25)
+    recorder.add_steps([2], 0, 0, 0, model_seconds=0.5, sample_seconds=0.25)
     stats = recorder.result([], 10.0, 0, 0, 0, 0, is_filtered=False)
     assert (stats.prefill_seconds, stats.decode_seconds, stats.sample_seconds) == (3.0, 2.5, 1.0)
     assert stats.host_seconds == pytest.approx(3.5)
