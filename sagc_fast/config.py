@@ -264,7 +264,7 @@ class OptimizerOptions(Section):
 
 @dataclass(frozen=True)
 class RewardOptions(Section):
-    """The worker processes that score completions."""
+    """The worker processes that score completions. What they call is the task's: ``task.reward: module:function``."""
 
     SECTION: ClassVar[str] = "reward"
 
@@ -334,6 +334,13 @@ class MetricsOptions(Section):
         self._at_least(0, "timeline_every")
 
 
+MAIN_OPTIONS = {
+    "model": "model.path", "task": "task.name", "lora": "lora.rank", "controller": "controller.kind",
+    "algo": "algo.name", "reward": "task.reward", "checkpoint": "checkpoint.every", "evaluation": "evaluation.every",
+}  # fmt: skip
+"""What a plain value given to a section is likely to mean."""
+
+
 @dataclass(frozen=True)
 class TrainConfig(Section):
     """Everything that a run depends on. Sections are frozen records; ``from_yaml`` is the usual way in."""
@@ -385,6 +392,7 @@ class TrainConfig(Section):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
         """Build from nested mappings. Raises ConfigError for an unknown key, a missing one, a wrong type or range."""
+        _check_main_options(values, where)
         check_keys(cls, values, root=cls, where=where)
         return cls(**values)
 
@@ -415,6 +423,18 @@ class TrainConfig(Section):
 
         _, dumper = yaml_dialect()
         return yaml.dump(self.to_dict(), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _check_main_options(values: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a plain value in a section's place, and for a reward function among the options of its
+    processes."""
+    for section, option in MAIN_OPTIONS.items():
+        value = values.get(section)
+        if isinstance(value, Mapping) and section == "reward":
+            name, value = next(((k, v) for k, v in value.items() if isinstance(v, str) and ":" in v), (None, None))
+            section = f"reward.{name}"
+        if isinstance(value, (str, int, float)):
+            raise ConfigError(f"{where}: there is no option {section} = {value!r}; did you mean {option}: {value}?")
 
 
 def changed_fields(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -252,3 +252,20 @@ def test_any_valid_configuration_survives_yaml(tmp_path_factory, temperature, ca
         rollout={"temperature": temperature}, controller={"candidates": sorted(candidates)}, seed=seed, run_dir=run_dir
     )
     assert TrainConfig.from_yaml(write(tmp_path_factory.mktemp("yaml"), c.to_yaml())) == c
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("reward=mine:score", "task.reward: mine:score"),
+        ("reward.function=mine:score", "task.reward: mine:score"),
+        ("algo=dapo", "algo.name: dapo"),
+        ("task=addition", "task.name: addition"),
+        ("controller=fixed", "controller.kind: fixed"),
+    ],
+)
+def test_a_value_in_a_sections_place_is_told_where_it_belongs(tmp_path, override, meant):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ntask: {name: addition}\n")
+    with pytest.raises(ConfigError, match=f"did you mean {meant}\\?"):
+        TrainConfig.from_yaml(path, [override])

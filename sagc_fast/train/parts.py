@@ -6,8 +6,9 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,17 @@ def build_controller(options: ControllerOptions, seed: int, max_length: int) -> 
         names = {f.name for f in fields(record)}
         return {name: value for name, value in asdict(options).items() if name in names}
 
-    def make() -> Any:
-        if options.kind == "fixed":
-            return FixedG(options.group_size, tau=options.tau, delta=options.delta, max_length=max_length)
-        if options.kind == "cost_aware":
-            return CostAwareSAGC(CostAwareConfig(**given(CostAwareConfig)))
+    make: Callable[[], Any]
+    if options.kind == "fixed":
+        make = partial(FixedG, options.group_size, tau=options.tau, delta=options.delta, max_length=max_length)
+    elif options.kind == "cost_aware":
+        make = partial(CostAwareSAGC, CostAwareConfig(**given(CostAwareConfig)))
+    else:  # one record for both controllers below: what it warns of is said once
         config = SAGCConfig(**given(SAGCConfig), max_length=max_length)
         if options.kind == "prompt_aware":
-            return PromptAwareSAGC(config, seed=seed, strength=options.strength)
-        return SAGC(config, seed=seed)
-
+            make = partial(PromptAwareSAGC, config, seed=seed, strength=options.strength)
+        else:
+            make = partial(SAGC, config, seed=seed)
     make().observe([[1, 1]], problem_ids=[0])
     return make()
 

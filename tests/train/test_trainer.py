@@ -7,15 +7,17 @@ import math
 import os
 import shutil
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from train_tiny import tiny_values
 
-from sagc_fast.config import TrainConfig
+from sagc_fast.config import ControllerOptions, TrainConfig
 from sagc_fast.errors import CheckpointError, ConfigError, ModelLoadError, RewardError, SagcError
 from sagc_fast.train import files
+from sagc_fast.train.parts import build_controller
 from sagc_fast.train.trainer import Trainer
 
 STEP_FIELDS = {
@@ -415,6 +417,13 @@ def test_the_controller_sees_the_whole_first_round_whatever_is_dropped(tiny):
     assert any(r["num_groups_kept"] != r["num_groups"] or r["num_groups_sampled"] > r["num_groups"] for r in records)
     assert seen == [r["lengths"] for r in read(Path(config.run_dir) / "lengths.jsonl")]
     assert [len(lengths) for lengths in seen] == [r["num_groups"] for r in records] == [3, 3, 3]
+
+
+def test_what_a_controllers_options_warn_of_is_said_once():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        build_controller(ControllerOptions(candidates=(2, 4)), seed=0, max_length=8)
+    assert [str(w.message).count("G=2 cannot straggle") for w in said] == [1]
 
 
 def test_mistakes_leave_no_run_directory_behind(tiny, tmp_path):
