@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_update import captured_gradient, scored_groups
 from train_tiny import tiny_values
 
 from sagc_fast.config import TrainConfig
-from sagc_fast.train.distributed import Processes, local_device
+from sagc_fast.model.loader import load_model
+from sagc_fast.train.distributed import Processes, connected, local_device
 from sagc_fast.train.trainer import Trainer
 
 HERE = Path(__file__).parent
@@ -31,8 +35,8 @@ def torchrun(config: Path) -> str:
     return result.stdout
 
 
-def forked(config: TrainConfig, **options: bool) -> None:
-    """Train with two processes forked from this one, which has imported everything."""
+def in_two_processes(call: Callable[[], None]) -> None:
+    """``call`` in two processes as torchrun starts them, forked from this one, which has imported everything."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -44,12 +48,16 @@ def forked(config: TrainConfig, **options: bool) -> None:
             try:
                 address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 os.environ.update(address, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-                Trainer(config, **options).fit()
+                call()
                 status = 0
             finally:
                 os._exit(status)
         children.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
+
+
+def forked(config: TrainConfig, **options: bool) -> None:
+    in_two_processes(lambda: Trainer(config, **options).fit())
 
 
 def records(run_dir: Path, event: str = "step") -> list[dict]:
@@ -90,6 +98,73 @@ def test_two_processes_do_what_one_does(policy, tmp_path):
     weights = [load_file(tmp_path / n / "checkpoints" / "step-000002" / "model.safetensors") for n in ("one", "two")]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-3)
+
+
+ALGORITHMS = (
+    {"name": "grpo", "kl_beta": 0.1, "entropy_coef": 0.01},
+    {"name": "dapo"},
+    {"name": "gspo"},
+    {"name": "cispo", "mask_truncated": True},
+    {"name": "reinforce_pp"},
+)
+
+
+def test_loss_and_gradient_of_two_processes_are_those_of_one(policy, tmp_path):
+    """To the rounding of fp32 sums in another order: 1e-6 of the gradient's norm, whatever the token budget."""
+    groups = scored_groups(load_model(policy))
+
+    def measure(processes: Processes) -> list[tuple[float, torch.Tensor]]:
+        found = []
+        for algorithm in ALGORITHMS:
+            for budget in (4096, 16):
+                gradient, result = captured_gradient(
+                    policy, groups, algorithm, processes=processes, micro_batch_tokens=budget
+                )
+                found.append((result.losses[0], torch.cat([g.flatten().double() for g in gradient.values()])))
+        return found
+
+    def save() -> None:
+        with connected("cpu") as processes:
+            torch.save(measure(processes), tmp_path / f"{processes.rank}.pt")
+
+    in_two_processes(save)
+    alone = measure(Processes())
+    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for place, (loss, gradient) in enumerate(alone):
+        whole = alone[place // 2 * 2]
+        for other_loss, other in (both[0][place], whole):
+            assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-7)
+            assert (other - gradient).norm() < 1e-6 * gradient.norm()
+        assert torch.equal(both[0][place][1], both[1][place][1]), "the same bits in both"
+
+
+def test_a_signal_to_one_of_two_processes_leaves_one_checkpoint(policy, tmp_path):
+    """As a scheduler stops a job: whichever process is told, both end with status 0 after the step, rank 0 writes."""
+    values = tiny_values(
+        policy, tmp_path / "run", steps=10_000, evaluation={"num_problems": 0},
+        checkpoint={"every": 0, "keep_best": False},
+    )  # fmt: skip
+    config = TrainConfig.from_dict(values)
+
+    def train() -> None:
+        trainer = Trainer(config)
+        if os.environ["RANK"] == "1":
+            step = trainer._train_step
+
+            def interrupted() -> None:
+                step()
+                if trainer.state.step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            trainer._train_step = interrupted
+        summary = trainer.fit()
+        assert summary["is_interrupted"]
+        assert summary["steps"] == 2
+        assert summary["resume_command"].startswith("torchrun --nproc-per-node=2 -m sagc_fast train --resume")
+
+    in_two_processes(train)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2]
 
 
 def test_two_processes_resume_to_the_bit(policy, tmp_path):
