@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from allocator import keep_freed_memory
 from peer_worker import Run, serve
 
 PAGE = 64
@@ -48,4 +49,5 @@ def load(settings: dict[str, Any]) -> Run:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     serve(load, ("transformers", "torch"))

@@ -7,6 +7,7 @@ import tempfile
 import time
 from typing import Any
 
+from allocator import keep_freed_memory
 from peer_worker import Run, serve
 from phases import timed
 
@@ -97,4 +98,5 @@ def load(settings: dict[str, Any]) -> Run:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     serve(load, ("trl", "transformers", "torch"))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from allocator import keep_freed_memory
 from peer_worker import Run, serve
 
 MICRO_BATCH = 32
@@ -72,4 +73,5 @@ def _timed(call: Callable[..., Any], seconds: dict[str, float]) -> Callable[...,
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     serve(load, ("trl", "transformers", "torch"))
