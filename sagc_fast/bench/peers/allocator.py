@@ -11,8 +11,8 @@ SETTINGS = {
     "THP_MEM_ALLOC_ENABLE": "1",
 }
 """No mapping of its own for a large allocation, nothing handed back below 16 GiB, huge pages for torch's tensors.
-Without them half of transformers' CPU time on a virtual machine goes into page faults: generate grows its cache by a new
-tensor per token, which the C library maps and unmaps each time."""
+Without them half of transformers' CPU time on a virtual machine goes into page faults: generate grows its cache by a
+new tensor per token, which the C library maps and unmaps each time."""
 
 
 def keep_freed_memory() -> None:
