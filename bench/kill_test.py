@@ -40,6 +40,8 @@ DEFAULT = {
 FIGURES = ("metrics.jsonl", "lengths.jsonl", "timeline.jsonl")
 TENSORS = ("*.safetensors", "length_history*.json")
 POLL_SECONDS = 0.002
+KILLS_PER_RUN = 5
+"""So many a run recovers from before it is let through to its end and compared: 50 kills compare at least ten runs."""
 
 
 def start(config: Path, run_dir: Path, overrides: list[str]) -> int:
@@ -166,8 +168,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     while sum(kills.values()) < args.kills:
         run_dir = folder / f"killed-{num_runs}"
         num_runs += 1
-        is_killed = True
-        while is_killed and sum(kills.values()) < args.kills:
+        is_killed, num_before = True, sum(kills.values())
+        while is_killed and sum(kills.values()) < min(args.kills, num_before + KILLS_PER_RUN):
             kind, is_time = moment(rng, run_dir, span)
             is_killed = kill_when(start(config, run_dir, args.overrides), is_time)
             kills[kind] += is_killed

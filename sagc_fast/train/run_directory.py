@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 FREE_TO_CHANGE = ("steps", "run_dir", "checkpoint.", "metrics.", "reward.workers")
 """Fields (or sections) that a resumed run may change, because no step depends on them."""
+NOTED = ("threads",)
+"""Fields that a resumed run may change, with a note, as it may change machines: gradients have been the same to the bit
+with one thread and with two, but no library of matrix products promises it."""
 PACKAGES = ("torch", "transformers", "numpy", "numba", "safetensors")
 
 
@@ -89,6 +92,8 @@ class RunDirectory:
         if not changed:
             return []
         listed = ", ".join(f"{name} ({old!r} -> {new!r})" for name, (old, new) in changed.items())
+        if set(changed) <= set(NOTED):
+            return [f"resuming with {listed}: bits may differ from an uninterrupted run"]
         if not force:
             raise ConfigError(
                 f"The configuration differs from that of {self.path} in {listed}; resume with the old values, "

@@ -7,11 +7,13 @@ Ratios r = pi / pi_old are 1.5, 0.9 and 0.5: log-probs are log r + old, with old
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from sagc_fast.algo.config import CISPO, DAPO, DR_GRPO, GRPO, GSPO, LossConfig
+from sagc_fast.algo.advantage import group_advantages
+from sagc_fast.algo.config import CISPO, DAPO, DR_GRPO, GRPO, GSPO, LossConfig, make_algorithm
 from sagc_fast.algo.loss import loss_normalizer, policy_loss
 from sagc_fast.errors import ConfigError
 
@@ -67,6 +69,37 @@ def test_dr_grpo():
     loss, gradient, _ = run(DR_GRPO)
     assert loss == pytest.approx(-0.025, abs=1e-12)
     assert gradient == pytest.approx([0.0, -0.045, 0.0], abs=1e-12)
+
+
+def test_rloo():
+    # Rewards 1, 0, 0.5 against the mean of the others (0.25, 0.75, 0.5): A = 0.75, -0.75, 0. On policy, lengths 2, 1
+    # and 1, cap 10, three completions: loss = -(2 x 0.75 - 0.75) / 30 = -0.025; gradient -A / 30 per token.
+    algorithm = make_algorithm({"name": "rloo"})
+    loss, gradient = on_policy(algorithm, [1.0, 0.0, 0.5], [0, 0, 0], lengths=[2, 1, 1])
+    assert loss == pytest.approx(-0.025, abs=1e-12)
+    assert gradient == pytest.approx([-0.025, -0.025, 0.025, 0.0], abs=1e-12)
+
+
+def test_reinforce_pp():
+    # Two groups, rewards (1, 0) and (4, 0), centred +-0.5 and +-2; over all four S^2 = (0.5 + 8) / 3, S = 1.6832508.
+    # A = +-0.2970443 and +-1.1881771; over 5 tokens of lengths 2, 1, 1, 1 the sum of A is 0.2970443: loss -0.0594089.
+    algorithm = make_algorithm({"name": "reinforce_pp"})
+    loss, gradient = on_policy(algorithm, [1.0, 0.0, 4.0, 0.0], [0, 0, 1, 1], lengths=[2, 1, 1, 1])
+    assert loss == pytest.approx(-0.0594089, abs=1e-7)
+    assert gradient == pytest.approx([-0.0594089, -0.0594089, 0.0594089, -0.2376354, 0.2376354], abs=1e-7)
+
+
+def on_policy(algorithm, rewards, groups, lengths):
+    """Loss and gradient of a whole algorithm, from rewards on, with every ratio 1 and a cap of 10 tokens."""
+    rewards_C = torch.tensor(rewards, dtype=torch.float64)
+    advantages_C = group_advantages(rewards_C, torch.tensor(groups), **asdict(algorithm.advantage))
+    logp = torch.full((sum(lengths),), -1.0, dtype=torch.float64, requires_grad=True)
+    lengths_C = torch.tensor(lengths)
+    normalizer = loss_normalizer(lengths_C, algorithm.loss, 10)
+    index = torch.repeat_interleave(lengths_C)
+    output = policy_loss(logp, logp.detach(), advantages_C, index, config=algorithm.loss, normalizer=normalizer)
+    output.loss.backward()
+    return output.loss.item(), logp.grad.tolist()
 
 
 def test_gspo():

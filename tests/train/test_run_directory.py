@@ -54,6 +54,14 @@ def test_resuming_nothing_starts_anew(tiny):
     opened(tiny(), resume=True)
 
 
+def test_another_number_of_threads_is_said_and_not_refused(tiny, caplog):
+    opened(tiny())
+    opened(tiny(threads=2), resume=True)
+    assert "resuming with threads (1 -> 2)" in caplog.text
+    with pytest.raises(ConfigError, match=r"seed \(3 -> 9\), threads"):
+        opened(tiny(threads=4, seed=9), resume=True)
+
+
 def test_changed_fields_are_named_and_refused_unless_forced(tiny):
     opened(tiny())
     changed = tiny(rollout={"temperature": 0.5}, seed=9)
