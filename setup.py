@@ -28,7 +28,8 @@ EXTRAS = {
 EXTRAS["all"] = sorted({name for extra in ("tasks", "gguf", "plot", "tensorboard") for name in EXTRAS[extra]})
 
 CPU_SOURCES = (
-    *("library", "threads", "op_linear", "op_attention", "attention_plan", "op_rowwise", "decoder"),
+    *("library", "threads", "op_linear", "op_attention", "attention_plan", "op_rowwise"),
+    *("decoder", "decoder_steps", "op_decoder"),
     *("op_varlen", "op_training"),
     *("dispatch", "level_scalar", "level_avx2", "level_avx512", "level_avx512_bf16"),
     *("level_amx", "level_amx_emulated"),

@@ -4,8 +4,8 @@
     python bench/bench_engine_step.py --model smollm2 --dtype bf16 --rows 1 16 128
 
 One prompt of 160 tokens per 16 rows, 64 tokens each, sampled at temperature 1. CPU seconds of this process, the best of
-three repeats. "native" is the decoder's two calls (forward; language-model head and draw), "outside" everything else:
-scheduling, batch building, stop checks, dispatch. The last line is JSON.
+three repeats. "native" is the decoder's calls (steps of decode rows; forward; language-model head and draw), "outside"
+everything else: scheduling, batch building, stop checks, dispatch. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
     args = parser.parse_args()
     native_seconds = [0.0]
-    for name in ("forward", "sample"):
+    for name in ("forward", "sample", "steps"):
         setattr(ops.Decoder, name, timed(getattr(ops.Decoder, name), native_seconds))
     curves = {}
     for dtype in args.dtype:

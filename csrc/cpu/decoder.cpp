@@ -1,4 +1,4 @@
-// torch.ops.sagc_fast.decoder_{create, forward, sample, free}: an engine step without a tensor or a call per operation.
+// An engine step without a tensor or a call per operation.
 //
 // A decoder is a handle on the weights and the KV cache of one generate call. It holds references to their tensors, so that
 // in-place updates need nothing and memory cannot go away under it. Each operation is the kernel that the operator of the
@@ -7,72 +7,18 @@
 // Scratch memory belongs to the handle. All that is kept for the whole step is the residual stream, the normalised input of
 // the next product, q and the attention's output; products work on slices of rows, whose intermediates stay in the L2 cache
 // and bound the scratch for long prefill chunks. Logits are made for as many rows at a time as kLogitsBytes holds.
-#include <sys/mman.h>
+#include "decoder.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <tuple>
-#include <vector>
 
 #include "attention_run.h"
 #include "linear_run.h"
 #include "operations.h"
 #include "threads.h"
-#include "torch_util.h"
 
 namespace sagc {
 namespace {
-
-constexpr int64_t kSliceRows = 256;
-constexpr int64_t kLogitsBytes = int64_t{80} << 20;  // 138 rows of a vocabulary of 151,936 in fp32
-
-// Memory that grows to the largest size asked for and goes back to the system with the handle.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { release(); }
-
-  char* get(int64_t bytes) {
-    if (bytes > size_) {
-      release();
-      const int64_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-      void* p = mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      STD_TORCH_CHECK(p != MAP_FAILED, "The system has no ", size, " bytes for the scratch memory of a step");
-      data_ = static_cast<char*>(p), size_ = size;
-    }
-    return data_;
-  }
-  template <class T>
-  T* array(int64_t count) {
-    return reinterpret_cast<T*>(get(count * int64_t{sizeof(T)}));
-  }
-
- private:
-  void release() {
-    if (data_ != nullptr) munmap(data_, static_cast<size_t>(size_));
-    data_ = nullptr, size_ = 0;
-  }
-  char* data_ = nullptr;
-  int64_t size_ = 0;
-};
-
-struct Matrix {
-  const void* weight = nullptr;  // [rows, columns]
-  const void* bias = nullptr;    // [rows] or null
-  int64_t rows = 0, columns = 0;
-};
-
-struct Layer {
-  const void *input_norm, *q_norm, *k_norm, *post_norm;  // q_norm and k_norm may be null
-  Matrix qkv, o, gate_up, down;
-  void *k_cache, *v_cache;
-};
 
 // Takes the weights off the list that Python passes, an empty tensor standing for one that the model does not have.
 class WeightReader {
@@ -118,54 +64,7 @@ class WeightReader {
   size_t place_ = 0;
 };
 
-class Decoder {
- public:
-  Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps);
-  Tensor forward(const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
-                 const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
-                 const Tensor& shared_blocks, const Tensor& wanted);
-  std::tuple<Tensor, Tensor> sample(const Tensor& hidden, const Tensor& index, const Tensor& uniform,
-                                    const Tensor& temperature);
-
- private:
-  struct Step {
-    int64_t T, R;
-    const int64_t *token_ids, *wanted;
-    const float *cos, *sin;
-    AttentionLayout layout;
-    AttentionPlan plan;
-  };
-
-  void place_tokens(const Step& step, int64_t num_angles);
-  void embed(const Step& step);
-  void project_and_cache(const Layer& layer, const Step& step, int64_t begin, int64_t rows);
-  void attend(const Layer& layer, const Step& step);
-  void pick_wanted(const Step& step);
-  void feed_forward(const Layer& layer, const void* next_norm, int64_t begin, int64_t rows, void* out);
-  void multiply(const Matrix& m, const void* x, void* y, int64_t rows, Scratch& packed);
-  void norm(const void* x, const void* weight, void* y, void* residual, int64_t rows) const;
-
-  char* row(Scratch& scratch, int64_t t, int64_t width) const { return scratch.get(0) + t * width * item_; }
-  template <class F>
-  static void for_slices(int64_t rows, const F& f) {
-    for (int64_t begin = 0; begin < rows; begin += kSliceRows) f(begin, std::min(kSliceRows, rows - begin));
-  }
-
-  std::vector<Tensor> kept_;
-  Dtype dtype_, cache_dtype_;
-  int64_t item_;  // bytes per element of weights and activations
-  int64_t E_, H_, K_, D_, F_, V_, num_blocks_, block_size_;
-  float eps_;
-  const char* embedding_;
-  const void* final_norm_;
-  Matrix head_;
-  std::vector<Layer> layers_;
-
-  Scratch positions_, slots_;               // [T] int64
-  Scratch residual_, x_, q_, attended_;     // [T, E], [T, E], [T, H D], [T, H D]
-  Scratch qkv_, delta_, normed_, gate_up_, active_;  // of a slice of rows
-  Scratch packed_, logits_, widened_;
-};
+}  // namespace
 
 Decoder::Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps)
     : H_(num_heads), eps_(static_cast<float>(eps)) {
@@ -219,6 +118,14 @@ void check_range(const int64_t* values, int64_t count, int64_t limit, const char
     STD_TORCH_CHECK(values[i] >= 0 && values[i] < limit, name, " ", i, " is ", values[i], ", outside [0, ", limit, ")");
 }
 
+void Decoder::check_angles(const Tensor& cos, const Tensor& sin) const {
+  check_type(cos, ScalarType::Float, "cos", "float32");
+  check_type(sin, ScalarType::Float, "sin", "float32");
+  STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.dim() == 2 && sin.dim() == 2 && cos.size(1) == D_ / 2 &&
+                      sin.size(1) == D_ / 2 && sin.size(0) == cos.size(0),
+                  "cos and sin must be contiguous [positions, head width / 2]");
+}
+
 Tensor Decoder::forward(const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
                         const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
                         const Tensor& shared_blocks, const Tensor& wanted) {
@@ -227,17 +134,17 @@ Tensor Decoder::forward(const Tensor& token_ids, const Tensor& cos, const Tensor
   step.token_ids = int64_row(token_ids, "token_ids"), step.wanted = int64_row(wanted, "logits_rows");
   check_range(step.token_ids, step.T, V_, "token id");
   check_range(step.wanted, step.R, step.T, "wanted row");
-  check_type(cos, ScalarType::Float, "cos", "float32");
-  check_type(sin, ScalarType::Float, "sin", "float32");
-  STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.dim() == 2 && sin.dim() == 2 && cos.size(1) == D_ / 2 &&
-                      sin.size(1) == D_ / 2 && sin.size(0) == cos.size(0),
-                  "cos and sin must be contiguous [positions, head width / 2]");
+  check_angles(cos, sin);
   step.cos = static_cast<const float*>(cos.const_data_ptr()), step.sin = static_cast<const float*>(sin.const_data_ptr());
   step.layout = read_layout(cu_query, context_lens, block_tables, share_group, shared_blocks, step.T, num_blocks_, block_size_);
   Tensor hidden = empty({step.R, E_}, dtype_ == Dtype::kFloat32 ? ScalarType::Float : ScalarType::BFloat16);
-  if (step.T == 0) return hidden;
+  if (step.T > 0) run(step, cos.size(0), static_cast<char*>(hidden.mutable_data_ptr()));
+  return hidden;
+}
 
-  place_tokens(step, cos.size(0));
+// Everything in the step but its plan is set and checked; the hidden states of its wanted rows go to `hidden`.
+void Decoder::run(Step& step, int64_t num_angles, char* hidden) {
+  place_tokens(step, num_angles);
   residual_.get(step.T * E_ * item_), x_.get(step.T * E_ * item_);
   q_.get(step.T * H_ * D_ * item_), attended_.get(step.T * H_ * D_ * item_);
   step.plan = plan_attention(step.layout, {H_, K_, D_, block_size_}, num_workers());
@@ -248,14 +155,13 @@ Tensor Decoder::forward(const Tensor& token_ids, const Tensor& cos, const Tensor
     for_slices(step.T, [&](int64_t begin, int64_t rows) { project_and_cache(layer, step, begin, rows); });
     if (is_last && step.R == 0) break;  // a prefill chunk short of the prompt's end: the keys and values were all
     attend(layer, step);
-    if (is_last) pick_wanted(step);
+    if (is_last && step.wanted != nullptr) pick_wanted(step);
     const void* next_norm = is_last ? final_norm_ : layers_[i + 1].input_norm;
-    char* out = is_last ? static_cast<char*>(hidden.mutable_data_ptr()) : x_.get(0);
+    char* out = is_last ? hidden : x_.get(0);
     for_slices(is_last ? step.R : step.T, [&](int64_t begin, int64_t rows) {
       feed_forward(layer, next_norm, begin, rows, out + begin * E_ * item_);
     });
   }
-  return hidden;
 }
 
 void Decoder::place_tokens(const Step& step, int64_t num_angles) {
@@ -360,119 +266,6 @@ void Decoder::norm(const void* x, const void* weight, void* y, void* residual, i
   args.x = x, args.weight = weight, args.y = y, args.residual = args.new_residual = residual;
   args.E = E_, args.eps = eps_, args.dtype = dtype_;
   run_rms_norm(args, rows);
-}
-
-const float* widen(const bf16_t* x, float* y, int64_t width) {
-  for (int64_t i = 0; i < width; i++) {
-    const uint32_t bits = static_cast<uint32_t>(x[i].bits) << 16;
-    std::memcpy(y + i, &bits, sizeof bits);
-  }
-  return y;
-}
-
-std::tuple<Tensor, Tensor> Decoder::sample(const Tensor& hidden, const Tensor& index, const Tensor& uniform,
-                                           const Tensor& temperature) {
-  STD_TORCH_CHECK(hidden.dim() == 2 && hidden.size(1) == E_ && hidden.is_contiguous() && dtype_of(hidden, "hidden") == dtype_,
-                  "hidden must be contiguous [rows, E] of the weights' dtype");
-  check_type(uniform, ScalarType::Double, "uniform", "float64");
-  check_type(temperature, ScalarType::Float, "temperature", "float32");
-  const int64_t U = hidden.size(0), R = index.numel();
-  const int64_t* source = int64_row(index, "index");
-  check_range(source, R, U, "hidden index");
-  STD_TORCH_CHECK(std::is_sorted(source, source + R), "the hidden index must not fall");
-  STD_TORCH_CHECK(uniform.is_contiguous() && temperature.is_contiguous() && uniform.numel() == R && temperature.numel() == R,
-                  "uniform and temperature must have one entry per sample");
-  Tensor token = empty({R}, ScalarType::Long), logprob = empty({R}, ScalarType::Float);
-  SampleArgs args{nullptr,
-                  0,
-                  static_cast<const double*>(uniform.const_data_ptr()),
-                  static_cast<const float*>(temperature.const_data_ptr()),
-                  V_,
-                  static_cast<int64_t*>(token.mutable_data_ptr()),
-                  static_cast<float*>(logprob.mutable_data_ptr())};
-
-  const int64_t most = std::max<int64_t>(1, kLogitsBytes / (V_ * item_));
-  float* widened = dtype_ == Dtype::kFloat32 ? nullptr : widened_.array<float>(V_ * num_workers());
-  for (int64_t first = 0; first < R;) {
-    const int64_t u = source[first], rows = std::min(most, source[R - 1] + 1 - u);
-    const int64_t last = std::lower_bound(source + first, source + R, u + rows) - source;
-    char* logits = logits_.get(rows * V_ * item_);
-    multiply(head_, static_cast<const char*>(hidden.const_data_ptr()) + u * E_ * item_, logits, rows, packed_);
-    const double flops = 6 * kFlopsPerElement * static_cast<double>((last - first) * V_);
-    parallel_workers(last - first, flops, [&](int worker, int64_t begin, int64_t end) {
-      for (int64_t r = first + begin; r < first + end; r++) {
-        const char* row = logits + (source[r] - u) * V_ * item_;
-        SampleArgs one = args;
-        one.uniform += r, one.temperature += r, one.token += r, one.logprob += r;
-        one.logits = reinterpret_cast<const float*>(row);
-        if (widened != nullptr) {
-          one.logits = widen(reinterpret_cast<const bf16_t*>(row), widened + worker * V_, V_);
-        }
-        kernels().sample(one, 0, 1);
-      }
-    });
-    first = last;
-  }
-  check_sampled(args.logprob, R);
-  return {token, logprob};
-}
-
-std::mutex registry_mutex;
-std::map<int64_t, std::shared_ptr<Decoder>>& registry() {
-  static auto* decoders = new std::map<int64_t, std::shared_ptr<Decoder>>();  // never destroyed: torch may be gone by then
-  return *decoders;
-}
-
-std::shared_ptr<Decoder> find(int64_t handle) {
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  const auto found = registry().find(handle);
-  STD_TORCH_CHECK(found != registry().end(), "there is no decoder ", handle, "; it has been freed");
-  return found->second;
-}
-
-int64_t decoder_create(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps) {
-  auto decoder = std::make_shared<Decoder>(std::move(weights), std::move(caches), num_heads, eps);
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  static int64_t num_made = 0;
-  registry()[++num_made] = std::move(decoder);
-  return num_made;
-}
-
-void decoder_free(int64_t handle) {
-  std::shared_ptr<Decoder> last;  // dies outside the lock
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  const auto found = registry().find(handle);
-  if (found == registry().end()) return;
-  last = std::move(found->second);
-  registry().erase(found);
-}
-
-Tensor decoder_forward(int64_t handle, const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
-                       const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
-                       const Tensor& shared_blocks, const Tensor& logits_rows) {
-  return find(handle)->forward(token_ids, cos, sin, cu_query, context_lens, block_tables, share_group, shared_blocks, logits_rows);
-}
-
-std::tuple<Tensor, Tensor> decoder_sample(int64_t handle, const Tensor& hidden, const Tensor& index, const Tensor& uniform,
-                                          const Tensor& temperature) {
-  return find(handle)->sample(hidden, index, uniform, temperature);
-}
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_FRAGMENT(sagc_fast, m) {
-  m.def("decoder_create(Tensor[] weights, Tensor[] caches, int num_heads, float eps) -> int");
-  m.def("decoder_free(int handle) -> ()");
-  m.def(
-      "decoder_forward(int handle, Tensor token_ids, Tensor cos, Tensor sin, Tensor cu_query, Tensor context_lens, "
-      "Tensor block_tables, Tensor share_group, Tensor shared_blocks, Tensor logits_rows) -> Tensor");
-  m.def("decoder_sample(int handle, Tensor hidden, Tensor index, Tensor uniform, Tensor temperature) -> (Tensor, Tensor)");
-}
-STABLE_TORCH_LIBRARY_IMPL(sagc_fast, CompositeExplicitAutograd, m) { m.impl("decoder_free", TORCH_BOX(&decoder_free)); }
-STABLE_TORCH_LIBRARY_IMPL(sagc_fast, CPU, m) {
-  m.impl("decoder_create", TORCH_BOX(&decoder_create));
-  m.impl("decoder_forward", TORCH_BOX(&decoder_forward));
-  m.impl("decoder_sample", TORCH_BOX(&decoder_sample));
 }
 
 }  // namespace sagc

@@ -22,10 +22,11 @@ from sagc_fast.ops.backend import (
     triton_module,
     use_backend,
 )
-from sagc_fast.ops.decoder import Decoder, DecoderWeights, LayerWeights, has_decoder
+from sagc_fast.ops.decoder import BoundRows, Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 
 __all__ = [
+    "BoundRows",
     "Decoder",
     "DecoderWeights",
     "LayerWeights",

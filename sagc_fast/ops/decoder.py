@@ -1,10 +1,11 @@
-"""A whole engine step in two native calls, for the weights and the KV cache of one ``generate`` call.
+"""Engine steps as native calls, for the weights and the KV cache of one ``generate`` call: decode steps in one call,
+several at a time where nothing is due in between; any other step in two (forward; language-model head and draw).
 
 What the model does operator by operator, the decoder does in one piece with the same kernels and the same bits: no
 tensor and no Python per operation, scratch memory that lives as long as the decoder. Source: csrc/cpu/decoder.cpp.
 
-Shape suffixes: T tokens of the step, R rows whose output is wanted or drawn, U distinct hidden states, E model width,
-H query heads, D2 half the head width, V vocabulary.
+Shape suffixes: T tokens of the step, S slots of the row table, D decode rows, N steps, R rows whose output is wanted or
+drawn, U distinct hidden states, E model width, H query heads, D2 half the head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,6 +52,33 @@ class DecoderWeights:
     rms_norm_eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class BoundRows:
+    """The row table as the decoder reads it: one entry per slot; the order of the fields is the library's."""
+
+    last_token: torch.Tensor
+    """int64 [S], as all that follow up to ``sample_index``."""
+    num_computed: torch.Tensor
+    num_output: torch.Tensor
+    max_output: torch.Tensor
+    end_set: torch.Tensor
+    """Row of ``end_ids``."""
+    seed: torch.Tensor
+    """Bits of an unsigned number, as the next two."""
+    prompt_id: torch.Tensor
+    sample_index: torch.Tensor
+    temperature: torch.Tensor
+    """fp32 [S]; 0: greedy."""
+    group_index: torch.Tensor
+    """int32 [S], ``share_group_S`` of the paged layout."""
+    shared_blocks: torch.Tensor
+    """int32 [S]"""
+    block_tables: torch.Tensor
+    """int32 [S, B]"""
+    end_ids: torch.Tensor
+    """int64 [sets, ids], filled up with -1."""
+
+
 class Decoder:
     """Holds the tensors it was made of, so in-place updates of the weights need nothing; a tensor that *replaces* one
     is not seen. Make one per ``generate`` call: it costs some microseconds. Scratch memory goes with the object."""
@@ -62,6 +90,8 @@ class Decoder:
         for layer in weights.layers:
             values = (getattr(layer, name) for name in LayerWeights.__dataclass_fields__)
             tensors += [absent if value is None else value.detach() for value in values]
+        self.head_seconds = 0.0
+        """In the language-model head during the last :meth:`sample`."""
         self._native = native_module()
         self._handle = self._native.decoder_create(tensors, list(caches), weights.num_heads, weights.rms_norm_eps)
         weakref.finalize(self, self._native.decoder_free, self._handle)
@@ -81,7 +111,31 @@ class Decoder:
         Sample r is drawn from hidden state ``index_R[r]`` (int64, not falling), so siblings share one row of logits;
         the rest is as in :func:`sagc_fast.ops.sample_tokens`. Logits exist for a bounded number of rows at a time.
         """
-        return self._native.decoder_sample(self._handle, hidden_UE, index_R, uniform_R, temperature_R)
+        *drawn, self.head_seconds = self._native.decoder_sample(
+            self._handle, hidden_UE, index_R, uniform_R, temperature_R
+        )
+        return tuple(drawn)
+
+    def uniforms(self, *keys_R: torch.Tensor) -> torch.Tensor:
+        """Keyed noise, float64 [R]: :func:`sagc_fast.rollout.noise.uniforms` of seed, prompt id, sample index and
+        position, int64 [R] each (the bits of the unsigned numbers)."""
+        return self._native.keyed_uniforms(*keys_R)
+
+    def bind(self, rows: BoundRows, cos_PD2: torch.Tensor, sin_PD2: torch.Tensor) -> None:
+        """Let :meth:`steps` read these arrays, where they lie and as they are then; the tables of angles must reach to
+        the last position of any row."""
+        columns = [getattr(rows, name) for name in BoundRows.__dataclass_fields__]
+        self._native.decoder_bind(self._handle, columns, cos_PD2, sin_PD2)
+
+    def steps(self, slots_D: torch.Tensor, most_steps: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        """N decode steps of these rows, each feeding on the tokens of the one before; the row table is only read.
+        N is ``most_steps``, or less: behind the first step in which a row is over, by an ending id or its length cap.
+
+        Returns tokens (int64 [D x N], those of a row side by side), their log-probs (fp32), the seconds of forward
+        passes and language-model head, and those of the draw. The cache holds the keys and values of what was fed.
+        Blocks for ``most_steps`` tokens must be in the tables. No filters: all that counts is a row's temperature.
+        """
+        return self._native.decoder_steps(self._handle, slots_D, most_steps)
 
 
 def has_decoder(device_type: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:

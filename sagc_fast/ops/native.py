@@ -182,8 +182,24 @@ def decoder_forward(
 
 def decoder_sample(
     handle: int, hidden_UE: torch.Tensor, index_R: torch.Tensor, uniform_R: torch.Tensor, temperature_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     return _ops.decoder_sample.default(handle, hidden_UE, index_R, uniform_R, temperature_R)
+
+
+def decoder_bind(handle: int, rows: list[torch.Tensor], cos_PD2: torch.Tensor, sin_PD2: torch.Tensor) -> None:
+    _ops.decoder_bind.default(handle, rows, cos_PD2, sin_PD2)
+
+
+def decoder_steps(
+    handle: int, slots_D: torch.Tensor, most_steps: int
+) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    return _ops.decoder_steps.default(handle, slots_D, most_steps)
+
+
+def keyed_uniforms(
+    seed_R: torch.Tensor, prompt_id_R: torch.Tensor, sample_index_R: torch.Tensor, position_R: torch.Tensor
+) -> torch.Tensor:
+    return _ops.keyed_uniforms.default(seed_R, prompt_id_R, sample_index_R, position_R)
 
 
 @torch.library.register_fake("sagc_fast::linear")

@@ -1,4 +1,8 @@
-"""Run one step plan: copy shared blocks, one forward pass, one draw per sampled row."""
+"""Run a step plan: copy shared blocks, one forward pass, one draw per sampled row.
+
+Decode rows alone go to the native decoder as slots of the row table, for all steps of the plan in one call; any other
+step, and every step without native code, goes through the tensors of ``batch.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sagc_fast import ops
 from sagc_fast.model.transformer import Transformer
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.batch import StepBatch, build_batch
@@ -18,6 +23,9 @@ from sagc_fast.rollout.rows import RowTable
 from sagc_fast.rollout.sampler import Sampler
 from sagc_fast.rollout.scheduler import StepPlan
 from sagc_fast.rollout.stop import EndTable
+
+MOST_STEPS = 16
+"""Of one native call (ours): Python's part of a step is a sixteenth then, and Ctrl-C waits no longer than for 16."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +58,16 @@ class ModelRunner:
         self._ends = ends
         self._decoder = model.decoder(kv) if isinstance(model, Transformer) else None
         self._sampler = Sampler(model, rows, self._decoder)
+        if self._decoder is not None:
+            self.max_steps = MOST_STEPS
+            longest = min(rows.block_tables.shape[1] * kv.block_size, model.config.max_position_embeddings)
+            self._decoder.bind(_bound(rows, ends), *model.rope(longest))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Execute the plan; its tokens' keys and values are in the cache afterwards."""
+        if self._decoder is not None and plan.is_decode_only and not self._rows.is_filtered[plan.decode_slots].any():
+            return self._decode(self._decoder, plan)
         batch = build_batch(plan, self._rows, self._kv.block_size, self._model.device)
         started = perf_counter()
         if plan.copy_sources.size:
@@ -78,6 +92,26 @@ class ModelRunner:
             sample_seconds=perf_counter() - forwarded - logits_seconds,
         )
 
+    @ranged("decode")
+    def _decode(self, decoder: ops.Decoder, plan: StepPlan) -> StepResult:
+        started = perf_counter()
+        if plan.copy_sources.size:
+            self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
+        copied = perf_counter()
+        tokens, logprobs, model_seconds, sample_seconds = decoder.steps(
+            torch.from_numpy(plan.decode_slots), plan.num_steps
+        )
+        return StepResult(
+            num_steps=len(tokens) // plan.decode_slots.size,
+            tokens=tokens.numpy(),
+            logprobs=logprobs.numpy(),
+            num_decode_tokens=len(tokens),
+            num_prefill_tokens=0,
+            num_recomputed_tokens=0,
+            model_seconds=copied - started + model_seconds,
+            sample_seconds=sample_seconds,
+        )
+
     @ranged("forward")
     def _hidden(self, plan: StepPlan, batch: StepBatch) -> torch.Tensor:
         """Hidden states [U, E]: of the step's wanted rows, then those kept for late forks."""
@@ -97,3 +131,11 @@ class ModelRunner:
             return self._model.forward_paged(batch.token_ids, batch.layout, self._kv)
         angles = self._model.rope(batch.layout.max_context_len)
         return self._decoder.forward(batch.token_ids, batch.layout, *angles)
+
+
+def _bound(rows: RowTable, ends: EndTable) -> ops.BoundRows:
+    """The row table's own memory, so that the decoder sees every change."""
+    arrays = {name: getattr(rows, name, None) for name in ops.BoundRows.__dataclass_fields__} | {"end_ids": ends.ids}
+    return ops.BoundRows(
+        **{name: torch.from_numpy(a.view(np.int64) if a.dtype == np.uint64 else a) for name, a in arrays.items()}
+    )

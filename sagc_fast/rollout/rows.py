@@ -138,6 +138,11 @@ class RowTable:
         float64 [R] in [0, 1)."""
         return self._noise.draw(slots, offsets, self.seed, self.prompt_id, self.sample_index, self.num_output)
 
+    def noise_keys(self, slots: Slots, offsets: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """The keys of :meth:`uniforms`: seed, prompt id, sample index, position; their bits in int64 [R]."""
+        keys = [array[slots].view(np.int64) for array in (self.seed, self.prompt_id, self.sample_index)]
+        return [*keys, self.num_output[slots] + offsets]
+
     def start_decoding(self, slots: Slots) -> None:
         """Let these slots join the decode rows, siblings side by side."""
         joined = np.concatenate((self.decode_slots, slots))

@@ -37,11 +37,14 @@ class Sampler:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens and log-probs for ``slots``; sample r is drawn from hidden state ``index_R[r]`` (rising) with the
         noise of the place ``offsets[r]`` behind the slot's next token."""
-        noise_R = self._rows.uniforms(slots, offsets)
         self.logits_seconds = 0.0
         if self._decoder is not None and not self._rows.is_filtered[slots].any():
-            columns = (torch.from_numpy(c) for c in (index_R, noise_R, self._rows.temperature[slots]))
-            return tuple(column.numpy() for column in self._decoder.sample(hidden_UE, *columns))
+            noise = self._decoder.uniforms(*map(torch.from_numpy, self._rows.noise_keys(slots, offsets)))
+            temperature = torch.from_numpy(self._rows.temperature[slots])
+            drawn = self._decoder.sample(hidden_UE, torch.from_numpy(index_R), noise, temperature)
+            self.logits_seconds = self._decoder.head_seconds
+            return tuple(column.numpy() for column in drawn)
+        noise_R = self._rows.uniforms(slots, offsets)
         tokens = np.empty(slots.size, dtype=np.int64)
         logprobs = np.empty(slots.size, dtype=np.float32)
         for begin in range(0, slots.size, self._slice_rows):

@@ -83,6 +83,11 @@ class StepPlan:
     row that is over are dropped): nobody waits for the row."""
 
     @property
+    def is_decode_only(self) -> bool:
+        """Whether there is nothing but one query token for each of some decode rows (several steps may feed on it)."""
+        return self.decode_slots.size == self.sample_slots.size > 0 and not (self.chunks or self.drafts.tokens.size)
+
+    @property
     def num_decode_tokens(self) -> int:
         """Tokens computed for decode rows, drafts included; as many samples come first."""
         return self.decode_slots.size + self.drafts.tokens.size
