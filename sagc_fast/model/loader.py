@@ -80,12 +80,18 @@ def load_model(folder: str | Path, dtype: str = "fp32", device: str | torch.devi
             _check_tensor(tensors[slot.name][0], slot, tensors[slot.name][1])
         model = Transformer(config, torch_dtype, device)
         for slot in slots:
-            handle, path = tensors[slot.name]
-            try:
-                slot.view(model).copy_(handle.get_tensor(slot.name))
-            except (SafetensorError, OSError) as error:
-                raise _damaged(path, error) from None
+            _copy_tensor(tensors[slot.name][1], slot, model)
     return model
+
+
+def _copy_tensor(path: Path, slot: WeightSlot, model: Transformer) -> None:
+    """The file is mapped, and pages that were read stay with the process as long as the mapping does; hence one of its
+    own for each tensor. Otherwise the peak would be the model twice."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slot.view(model).copy_(file.get_tensor(slot.name))
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from None
 
 
 def _check_device(device: str | torch.device) -> None:
