@@ -39,6 +39,8 @@ OPERATIONS = (
     "linear", "rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "varlen_attention",
     "token_logprobs", "sample_tokens",
 )  # fmt: skip
+PLANNED_LENGTH = 1024
+"""Tokens of a sequence, prompt and completion, that the KV plan counts beside the model's whole context."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "SAGC_BACKEND", "SAGC_CPU_LEVEL")
 
 
@@ -78,8 +80,8 @@ def diagnose(model: Path | None = None, kv_budget_gb: float = 2.0) -> Diagnosis:
     if model is not None:
         found.sections[f"KV cache for {model}"] = kv_plan(model, kv_budget_gb)
     checks: tuple[Callable[[], Check], ...] = (
-        check_torch, check_single_torch, check_native, check_threads, check_memory, check_numba, check_kernels_name,
-        check_generation,
+        check_torch, check_single_torch, check_native, check_bf16, check_threads, check_memory, check_numba,
+        check_kernels_name, check_generation,
     )  # fmt: skip
     found.checks += [check() for check in checks]
     return found
@@ -131,22 +133,31 @@ def operators(device: str) -> Rows:
         for name in OPERATIONS:
             for dtype in (torch.float32, torch.bfloat16):
                 resolve(name, device, dtype)
-    rows = [(what, f"{backend} ({reason})") for what, backend, reason in describe() if f"[{device}, " in what]
+    because = {"automatic": "the fastest that is there"}
+    rows = [
+        (what, f"{backend} ({because.get(reason, reason)})")
+        for what, backend, reason in describe()
+        if f"[{device}, " in what
+    ]
     native = native_module() if device == "cpu" else None
     return rows if native is None else [("native instruction set", native.cpu_level()), *rows]
 
 
 def kv_plan(model: Path, budget_gb: float) -> Rows:
-    """How far a KV budget goes with a model, in tokens and in sequences of its full context."""
+    """How far a KV budget goes with a model, in tokens and in sequences."""
     from sagc_fast.model.loader import load_config
 
     config = load_config(model)
+    context = config.max_position_embeddings
+    lengths = sorted({min(PLANNED_LENGTH, context), context})
     rows = []
     for dtype, size in (("fp32", 4), ("bf16", 2)):
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
         tokens = int(budget_gb * 1e9 // per_token)
-        rows.append((f"{budget_gb:g} GB in {dtype}", f"{tokens:,} tokens ({per_token:,} bytes each)"))
-    return [*rows, ("context of the model", f"{config.max_position_embeddings:,} tokens")]
+        sequences = ", ".join(f"{tokens // length:,} of {length:,}" for length in lengths)
+        plan = f"{tokens:,} tokens ({per_token:,} bytes each); sequences at once: {sequences}"
+        rows.append((f"{budget_gb:g} GB in {dtype}", plan))
+    return [*rows, ("context of the model", f"{context:,} tokens")]
 
 
 def check_torch() -> Check:
@@ -185,6 +196,16 @@ def check_native() -> Check:
             "failure", f"The native CPU operators are built but do not load ({reason}); run pip install again."
         )
     return Check("ok", f"The native CPU operators load and run on {native.cpu_level()}.")
+
+
+def check_bf16() -> Check:
+    """Which units bf16 runs on decides whether ``model.dtype: bf16`` is faster than fp32 on this processor."""
+    flags = cpu_flags()
+    if "amx_bf16" in flags:
+        return Check("ok", "This processor has AMX, the fastest units there are for bf16 on a CPU.")
+    if "avx512_bf16" in flags:
+        return Check("ok", "This processor has no AMX; bf16 runs on avx512_bf16, still faster than fp32.")
+    return Check("warning", "This processor has no bf16 units (AMX, avx512_bf16); keep model.dtype fp32, it is faster.")
 
 
 def check_threads() -> Check:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 HELP = "show versions, backends, threads and memory, and check that they work together"
 EPILOG = """examples:
-  sagc-fast doctor                                        everything on one screen; exit status 1 when a check fails
+  sagc-fast doctor                                        everything on one screen
   sagc-fast doctor --model models/SmolLM2-135M-Instruct   how many sequences a KV budget holds with this model
   sagc-fast doctor --json                                 the same for scripts
-  sagc-fast doctor --warm --model models/Llama-3.2-3B     compile and tune the Triton kernels ahead"""
+  sagc-fast doctor --warm --model models/Llama-3.2-3B     compile and tune the Triton kernels ahead
+
+exit status: 0 when no check fails (warnings are not failures), 1 when one does, 2 when an argument is wrong"""
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 

@@ -53,11 +53,11 @@ def test_damaged_native_library_is_a_failure_with_the_remedy(editable, tmp_path)
 
 
 def test_kv_plan_counts_keys_and_values_of_every_layer(monkeypatch, tmp_path):
-    config = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=8, max_position_embeddings=128)
+    config = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=8, max_position_embeddings=4096)
     monkeypatch.setattr("sagc_fast.model.loader.load_config", lambda folder: config)
-    rows = dict(diagnosis.kv_plan(tmp_path, 0.001))
-    assert rows["0.001 GB in fp32"] == f"{1_000_000 // 384:,} tokens (384 bytes each)"
-    assert rows["0.001 GB in bf16"] == f"{1_000_000 // 192:,} tokens (192 bytes each)"
+    rows = dict(diagnosis.kv_plan(tmp_path, 0.003))
+    assert rows["0.003 GB in fp32"] == "7,812 tokens (384 bytes each); sequences at once: 7 of 1,024, 1 of 4,096"
+    assert rows["0.003 GB in bf16"] == "15,625 tokens (192 bytes each); sequences at once: 15 of 1,024, 3 of 4,096"
 
 
 def test_model_folder_that_is_none_gives_one_sentence(tmp_path, capsys):
@@ -69,6 +69,21 @@ def test_model_folder_that_is_none_gives_one_sentence(tmp_path, capsys):
 def test_torch_outside_the_tested_releases_is_a_warning(monkeypatch, version, status):
     monkeypatch.setattr(diagnosis, "version_of", lambda name: version)
     assert diagnosis.check_torch().status == status
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        ({"avx512_bf16", "amx_bf16"}, "ok", "has AMX"),
+        ({"avx512_bf16"}, "ok", "no AMX; bf16 runs on avx512_bf16"),
+        ({"avx2"}, "warning", "keep model.dtype fp32"),
+    ],
+)
+def test_the_units_that_bf16_runs_on_are_named(monkeypatch, flags, status, words):
+    monkeypatch.setattr(diagnosis, "cpu_flags", lambda: flags)
+    check = diagnosis.check_bf16()
+    assert check.status == status
+    assert words in check.sentence
 
 
 def test_more_threads_than_cores_is_a_warning(monkeypatch):
