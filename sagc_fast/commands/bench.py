@@ -141,7 +141,8 @@ def _add_peer_python(parser: argparse.ArgumentParser) -> None:
 
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="S", metavar="DIR", help="S, M, smollm2 or a model folder (S)")
-    parser.add_argument("--vs", default="all", metavar="NAMES", help="hf, hf-cb, vllm, openvino, all, none (all)")
+    names = "hf, hf-cb, vllm, openvino, llamacpp, all, none (all)"
+    parser.add_argument("--vs", default="all", metavar="NAMES", help=names)
     _add_peer_python(parser)
     _add_dtype(parser)
     parser.add_argument("--prompts", type=int, metavar="P", help="prompts of the workload (8)")

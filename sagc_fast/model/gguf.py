@@ -38,7 +38,7 @@ _TOP_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_LOW_HIGH_CONTEXT = (1.0, 4.0, 8192)
 """The constants all published Llama 3.1 to 3.3 models share; GGUF keeps only the factors that follow from them."""
 
@@ -154,23 +154,23 @@ def _config(metadata: GGUFMetadata, tensors: dict[str, Any]) -> ModelConfig:
 
 def _rope_scaling(tensors: dict[str, Any], head_dim: int, theta: float, path: Path) -> RopeScaling | None:
     """Llama 3's scaling, recognised from the divisors of the rotary frequencies that stand in for it."""
-    if _ROPE_FACTORS not in tensors:
+    if ROPE_FACTORS not in tensors:
         return None
-    factors_D2 = torch.from_numpy(np.array(tensors[_ROPE_FACTORS].data, dtype=np.float32))
+    factors_D2 = torch.from_numpy(np.array(tensors[ROPE_FACTORS].data, dtype=np.float32))
     low, high, context = LLAMA3_LOW_HIGH_CONTEXT
     scaling = RopeScaling(float(factors_D2.max()), low, high, context)
     frequencies_D2 = plain_frequencies(head_dim, theta)
     if not torch.allclose(llama3_scaled(frequencies_D2, scaling) * factors_D2, frequencies_D2, rtol=1e-4):
-        raise ModelLoadError(f"{path} scales rotary frequencies in a way ({_ROPE_FACTORS}) that is not Llama 3's.")
+        raise ModelLoadError(f"{path} scales rotary frequencies in a way ({ROPE_FACTORS}) that is not Llama 3's.")
     return scaling
 
 
 def _fill(model: Transformer, tensors: dict[str, Any], path: Path) -> None:
     from gguf.quants import dequantize
 
-    config, used = model.config, {_ROPE_FACTORS}
+    config, used = model.config, {ROPE_FACTORS}
     for slot in weight_slots(config):
-        name = _gguf_name(slot.name)
+        name = gguf_name(slot.name)
         used.add(name)
         if name not in tensors:
             raise ModelLoadError(f"{path} lacks tensor {name}; the file is incomplete.")
@@ -192,7 +192,8 @@ def _fill(model: Transformer, tensors: dict[str, Any], path: Path) -> None:
         )
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
+    """What GGUF calls a tensor of a Hugging Face folder."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
