@@ -65,8 +65,9 @@ class Decoder {
   Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps);
   // The arrays of the row table that the steps of decode rows read, and the tables of angles; see op_decoder.cpp.
   void bind(std::vector<Tensor> rows, Tensor cos, Tensor sin);
-  // At most `most_steps` decode steps of the bound rows `slots`, up to the first step in which one of them is over: tokens and
-  // log-probabilities, those of a row side by side, and the seconds in the model and in the draw.
+  // At most `most_steps` decode steps of the bound rows `slots`, up to the first step in which one of them is over, and no
+  // further once a quarter of a second has passed: tokens and log-probabilities, those of a row side by side, and the seconds
+  // in the model and in the draw.
   std::tuple<Tensor, Tensor, double, double> steps(const Tensor& slots, int64_t most_steps);
   Tensor forward(const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
                  const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,

@@ -16,6 +16,7 @@
 namespace sagc {
 namespace {
 
+constexpr double kPatienceSeconds = 0.25;            // so long may a signal or the caller's display wait
 constexpr int64_t kLogitsBytes = int64_t{80} << 20;  // 138 rows of a vocabulary of 151,936 in fp32
 
 class Stopwatch {
@@ -182,7 +183,7 @@ std::tuple<Tensor, Tensor, double, double> Decoder::steps(const Tensor& slots, i
   std::vector<float> logprobs(tokens.size());
   double model_seconds = 0.0, draw_seconds = 0.0;
   int64_t done = 0;
-  for (bool is_over = false; done < most_steps && !is_over; done++) {
+  for (bool is_over = false; done < most_steps && !is_over && model_seconds + draw_seconds < kPatienceSeconds; done++) {
     const Stopwatch model;
     Step step{};
     step.T = step.R = D;

@@ -129,7 +129,8 @@ class Decoder:
 
     def steps(self, slots_D: torch.Tensor, most_steps: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
         """N decode steps of these rows, each feeding on the tokens of the one before; the row table is only read.
-        N is ``most_steps``, or less: behind the first step in which a row is over, by an ending id or its length cap.
+        N is ``most_steps``, or less: nothing follows the first step in which a row is over, by an ending id or its
+        length cap, nor a quarter of a second.
 
         Returns tokens (int64 [D x N], those of a row side by side), their log-probs (fp32), the seconds of forward
         passes and language-model head, and those of the draw. The cache holds the keys and values of what was fed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import thread_time
 from typing import Any
 
@@ -130,39 +130,42 @@ class Call:
         result = self._runner.run(plan)
         num_hits = num_accepted(plan.drafts, result.tokens[: plan.num_decode_tokens])
         scheduler.commit(plan, num_hits, result.num_steps)
-        drawn = self._up_to_ends(_that_count(plan, result, num_hits))
+        drawn = self._up_to_ends(*_that_count(plan, result, num_hits))
         slots = drawn.slots
         if slots.size:
             rows.append(slots, drawn.offsets, drawn.tokens, drawn.logprobs)
-            for slot in slots[rows.num_output[slots] == 1].tolist():
-                rows.sequences[slot].first_step = first_step
+            if not plan.is_decode_only:
+                for slot in slots[rows.num_output[slots] == 1].tolist():
+                    rows.sequences[slot].first_step = first_step
         is_burst = result.num_steps > 1  # else offsets are places in a draft
-        last_steps = first_step + drawn.offsets if is_burst else np.full(slots.size, first_step)
+        last_steps = first_step + drawn.offsets * is_burst
         complete = self._retire(drawn, last_steps) if drawn.is_over.any() else []
         self._record(plan, result, drawn, seconds=thread_time() - started)
         return complete
 
-    def _up_to_ends(self, drawn: Drawn) -> Drawn:
+    def _up_to_ends(
+        self, slots: Slots, offsets: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+    ) -> Drawn:
         """Find the tokens that end their row, by id, by text or by the cap; what a row drew behind one never was."""
-        rows, slots = self._rows, drawn.slots
-        is_end = self._end_table.is_end(drawn.tokens, rows.end_set[slots])
-        is_last = rows.num_output[slots] + drawn.offsets + 1 >= rows.max_output[slots]
-        is_matched = np.zeros_like(is_end)
+        rows = self._rows
+        is_end = self._end_table.is_end(tokens, rows.end_set[slots])
+        is_last = rows.num_output[slots] + offsets + 1 >= rows.max_output[slots]
+        is_matched = np.zeros(slots.size, dtype=bool)
         over_slot = -1
         for row in np.flatnonzero(rows.has_matcher[slots]).tolist():
             slot = int(slots[row])
             if slot == over_slot:
                 continue
-            is_matched[row] = rows.sequences[slot].matcher.push(int(drawn.tokens[row]))
+            is_matched[row] = rows.sequences[slot].matcher.push(int(tokens[row]))
             if is_matched[row] or is_end[row]:
                 over_slot = slot
         is_stopped = is_end | is_matched
-        drawn = replace(drawn, is_over=is_stopped | is_last, is_stopped=is_stopped, is_matched=is_matched)
-        if not drawn.offsets.any() or not drawn.is_over.any():
+        drawn = Drawn(slots, offsets, tokens, logprobs, is_stopped | is_last, is_stopped, is_matched)
+        if not drawn.is_over.any() or not offsets.any():
             return drawn
         # A row's tokens stand side by side: keep those with no end before them in their row.
         ends_before = np.cumsum(drawn.is_over) - drawn.is_over
-        first_of_row = np.arange(slots.size) - drawn.offsets
+        first_of_row = np.arange(slots.size) - offsets
         return drawn.only(ends_before == ends_before[first_of_row])
 
     def _retire(self, drawn: Drawn, steps: NDArray[np.int64]) -> list[Group]:
@@ -248,14 +251,12 @@ class Call:
         return record
 
 
-def _that_count(plan: StepPlan, result: StepResult, num_hits: NDArray[np.int64]) -> Drawn:
-    """The plan's samples without those that were drawn behind a draft that did not come true."""
-    nothing = np.zeros(result.tokens.size, dtype=bool)
-    samples = plan.samples_of(result.num_steps)
-    drawn = Drawn(*samples, result.tokens, result.logprobs, nothing, nothing, nothing)
+def _that_count(plan: StepPlan, result: StepResult, num_hits: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+    """Slots, offsets, tokens and log-probs drawn, without those behind a draft that did not come true."""
+    drawn = (*plan.samples_of(result.num_steps), result.tokens, result.logprobs)
     if not plan.drafts.tokens.size:
         return drawn
     is_counted = np.ones(result.tokens.size, dtype=bool)
     num_decode = plan.num_decode_tokens
     is_counted[:num_decode] = plan.sample_offsets[:num_decode] <= np.repeat(num_hits, plan.drafts.lengths + 1)
-    return drawn.only(is_counted)
+    return tuple(column[is_counted] for column in drawn)

@@ -24,8 +24,8 @@ from sagc_fast.rollout.sampler import Sampler
 from sagc_fast.rollout.scheduler import StepPlan
 from sagc_fast.rollout.stop import EndTable
 
-MOST_STEPS = 16
-"""Of one native call (ours): Python's part of a step is a sixteenth then, and Ctrl-C waits no longer than for 16."""
+MOST_STEPS = 32
+"""Of one native call (ours): Python's part of a step is then a thirty-second of a plan's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,6 +38,8 @@ from sagc_fast.rollout.rows import RowTable, Slots
 from sagc_fast.rollout.sequence import NO_BLOCKS, PromptGroup, Sequence
 from sagc_fast.rollout.speculation import Drafts, Speculator, no_drafts
 
+NO_COPIES = np.empty((0, 2), dtype=np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -167,14 +169,14 @@ class Scheduler:
         is_settled = self.num_preemptions == preemptions_before and not (self._prefilling or self._recomputing)
         if is_settled and not joining and not drafts.tokens.size:
             num_steps = self._reserve_steps()
-        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
+        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2) if self._copies else NO_COPIES
         sample_slots, sample_offsets = _samples(decode_slots, drafts, joining)
         return StepPlan(
             decode_slots=decode_slots,
             drafts=drafts,
             chunks=chunks,
             samples_per_chunk=tuple(len(sequences) for sequences in sampled),
-            late_forks=tuple((group, len(list(run))) for group, run in groupby(s.group for s in self._late_forks)),
+            late_forks=_by_group(self._late_forks),
             copy_sources=copies[:, 0],
             copy_targets=copies[:, 1],
             sample_slots=sample_slots,
@@ -225,7 +227,7 @@ class Scheduler:
     def _plan_drafts(self, budget: int) -> Drafts:
         """What the speculator proposes within the token budget and the free blocks: a draft displaces nothing."""
         rows, slots = self.rows, self.rows.decode_slots
-        if self.speculator is None or budget <= 0:
+        if self.speculator is None or budget <= 0 or self.speculator.num_quiet_steps(slots.size) is None:
             return no_drafts(slots.size)
         most = rows.max_output[slots] - rows.num_output[slots] - 1  # the draw behind the last draft counts too
         drafts = self.speculator.propose(slots, most, budget)
@@ -538,11 +540,16 @@ def _chunk(group: PromptGroup, sequence: Sequence | None, start: int, end: int, 
     )
 
 
+def _by_group(sequences: list[Sequence]) -> tuple[tuple[PromptGroup, int], ...]:
+    """Groups of sequences that stand side by side, and how many those are."""
+    return tuple((group, len(list(run))) for group, run in groupby(s.group for s in sequences)) if sequences else ()
+
+
 def _samples(decode_slots: Slots, drafts: Drafts, joining: list[int]) -> tuple[Slots, NDArray[np.int64]]:
     """``sample_slots`` and ``sample_offsets`` of a plan."""
     joined = np.array(joining, dtype=np.int64)
     if not drafts.tokens.size:
-        slots = np.concatenate((decode_slots, joined))
+        slots = np.concatenate((decode_slots, joined)) if joining else decode_slots
         return slots, np.zeros(slots.size, dtype=np.int64)
     counts = drafts.lengths + 1
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
