@@ -5,14 +5,16 @@ All noise is keyed by (run seed, position of the draw), so a step can be repeate
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagc_fast.algo.config import FilterConfig
 from sagc_fast.algo.filters import has_signal, refill_size
+from sagc_fast.errors import SagcError
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.base import Problem, Score
@@ -118,6 +120,8 @@ def score_while_sampling(
 ) -> Round:
     """Sample a group per problem, of one size or of each its own. As soon as it is complete it goes to the scoring
     workers and is laid out by ``prepare``, while the engine goes on with the others.
+
+    Raises SagcError when the policy's logits are no longer finite.
     """
     problems = drawn.problems
     tickets: dict[int, Any] = {}
@@ -134,16 +138,26 @@ def score_while_sampling(
         if progress is not None:
             progress(len(tickets), len(problems))
 
-    groups = engine.generate(
-        drawn.token_ids,
-        group_size,
-        [replace(params, stop=problem.stop) for problem in problems],
-        prompt_ids=prompt_ids,
-        on_group=on_group,
-    )
+    own_params = [replace(params, stop=problem.stop) for problem in problems]
+    with _divergence_named():
+        groups = engine.generate(drawn.token_ids, group_size, own_params, prompt_ids=prompt_ids, on_group=on_group)
     ended = time.perf_counter()
     scored = [ScoredGroup(g, problems[i], pool.results(tickets[i]), packed[i]) for i, g in enumerate(groups)]
     return Round(scored, ended, pack_seconds, time.perf_counter() - ended)
+
+
+@contextlib.contextmanager
+def _divergence_named() -> Iterator[None]:
+    """Within: the operators' check of the logits becomes a sentence for the user of a run."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Logits are not finite" not in str(error):
+            raise
+        raise SagcError(
+            "The policy's logits are not finite any more: its weights have diverged. Lower optimizer.learning_rate or "
+            "optimizer.max_grad_norm and start anew, or continue from the newest checkpoint with --resume --force."
+        ) from None
 
 
 class Sampler:

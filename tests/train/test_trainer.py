@@ -350,6 +350,13 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_dumped(tiny, monkeypat
     assert len(dump["groups"][0]["completions"]) == records[1]["group_size"]
 
 
+def test_weights_that_have_diverged_end_the_run_in_one_sentence(tiny):
+    """Finite gradients may lead there as well: the next rollout finds it. It used to be a traceback."""
+    config = tiny(steps=9, optimizer={"learning_rate": 1e20, "warmup_steps": 0}, evaluation={"num_problems": 0})
+    with pytest.raises(SagcError, match=r"weights have diverged\. Lower optimizer\.learning_rate"):
+        Trainer(config).fit()
+
+
 def test_too_many_of_them_in_a_row_stop_the_run(tiny, monkeypatch):
     config = tiny(steps=6, update={"max_bad_steps": 2})
     trainer = Trainer(config)
