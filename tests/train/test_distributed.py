@@ -48,6 +48,7 @@ def in_two_processes(call: Callable[[], None]) -> None:
             try:
                 address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 os.environ.update(address, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+                torch.set_num_threads(1)  # the parent's OpenMP threads have not come along, and would be waited for
                 call()
                 status = 0
             finally:
