@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from sagc_fast import ops
+from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.loader import random_model, save_model
-from sagc_fast.tasks.addition_sft import BOS, EOS, SHAPE, SPECIAL_TOKENS, learning_rate
+from sagc_fast.tasks.addition import AdditionConfig
+from sagc_fast.tasks.addition_sft import BOS, EOS, SHAPE, SPECIAL_TOKENS, draw_answer, learning_rate
 from sagc_fast.tasks.base import Problem, Task, make_task
 from sagc_fast.train.packing import MicroBatch, PackItem, build_micro_batch
 
@@ -62,9 +64,22 @@ class PolicyRecipe:
     draw_answer: Callable[[random.Random, Problem], str]
     num_steps: int
     batch_tokens: int = 2000
+    shape: ModelConfig = SHAPE
+
+
+LARGE_SHAPE = dataclasses.replace(
+    SHAPE, hidden_size=128, intermediate_size=352, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32
+)
+"""740 thousand parameters, eight times those of the shipped policy."""
+
+
+def addition_answer(rng: random.Random, problem: Problem) -> str:
+    """The mix that the shipped policy has learnt from."""
+    return draw_answer(rng, problem.meta["terms"], AdditionConfig().max_new_tokens)
 
 
 RECIPES = {
+    "addition_large": PolicyRecipe("0123456789+=,;?>", addition_answer, num_steps=800, shape=LARGE_SHAPE),
     "chain_sum": PolicyRecipe(" 0123456789+-=;?>", chain_sum_answer, num_steps=900),
     "spell_backward": PolicyRecipe(
         ":'-abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", plain_answer, num_steps=450
@@ -76,7 +91,7 @@ def make_policy(recipe: PolicyRecipe, task_options: Mapping[str, Any], folder: P
     """Train from random weights and write a Hugging Face folder; returns the mean loss of the last 100 steps, in nats
     per token."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *recipe.characters))}
-    model = random_model(dataclasses.replace(SHAPE, vocab_size=len(vocabulary)), seed=0)
+    model = random_model(dataclasses.replace(recipe.shape, vocab_size=len(vocabulary)), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(0), betas=(0.9, 0.98), weight_decay=0.01)
     batches = _batches(make_task(task_options, seed=TASK_SEED), recipe, vocabulary)
     losses: list[float] = []

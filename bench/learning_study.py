@@ -13,10 +13,6 @@ the grid is in the table.
 from __future__ import annotations
 
 import argparse
-import csv
-import fcntl
-import json
-import shutil
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import studies
+from studies import ROOT, WINDOW
 
-ROOT = Path(__file__).parents[1]
 DATA, IMAGES, DOCUMENT = ROOT / "docs/runs/learning", ROOT / "docs/img", ROOT / "docs/learning.md"
 TASKS = ("addition", "chain_sum", "spell_backward")
 ALGORITHMS = ("grpo", "dapo")
@@ -35,8 +31,6 @@ SEEDS = (0, 1, 2)
 COLOURS = dict(zip(CONTROLLERS, ("#9ab8d6", "#4a82b8", "#1b3f66", "#c2571a"), strict=True))
 LABELS = {"G4": "G = 4", "G8": "G = 8", "G16": "G = 16", "sagc": "SAGC"}
 STEP_FIELDS = ("group_size", "reward_mean", "straggler_rate", "length_mean", "num_groups_kept", "num_groups_sampled")
-WINDOW = 5
-"""Steps of the running mean in the figures, and of the last rewards in the table."""
 TABLE_MARKS = ("<!-- table of all runs: written by bench/learning_study.py -->", "<!-- end of table -->")
 
 
@@ -76,24 +70,23 @@ def cells() -> list[Cell]:
 def run_missing(work: Path, share: int, num_shares: int) -> None:
     import torch
 
-    from sagc_fast import TrainConfig, Trainer
+    from sagc_fast import TrainConfig
 
     torch.set_num_threads(1)
     missing = [cell for cell in cells()[share::num_shares] if not is_done(cell)]
     for number, cell in enumerate(missing, 1):
         config = ROOT / f"configs/learning/{cell.task}.yaml"
         make_start(cell.task, config, work)
-        shutil.rmtree(work / cell.name, ignore_errors=True)
         began = time.process_time()
-        if Trainer(TrainConfig.from_yaml(config, overrides=cell.overrides(work))).fit()["is_interrupted"]:
-            raise SystemExit(f"{cell.name} was interrupted; start again to go on")
-        store(cell, work / cell.name / "metrics.jsonl")
-        shutil.rmtree(work / cell.name)
+        records = studies.train(TrainConfig.from_yaml(config, overrides=cell.overrides(work)))
+        steps, evaluations = studies.split_records(records, STEP_FIELDS)
+        studies.append(DATA / f"{cell.task}_heldout.csv", cell.key, evaluations)
+        studies.append(DATA / f"{cell.task}.csv", cell.key, steps)  # last: this file says that the run is done
         print(f"{number}/{len(missing)} {cell.name}: {time.process_time() - began:.0f} CPU s", flush=True)
 
 
 def is_done(cell: Cell) -> bool:
-    return any(True for _ in rows_of(cell))
+    return any(True for _ in studies.rows_of(DATA / f"{cell.task}.csv", cell.key))
 
 
 def make_start(task: str, config: Path, work: Path) -> None:
@@ -110,59 +103,16 @@ def make_start(task: str, config: Path, work: Path) -> None:
     print(f"policy for {task}: {loss:.3f} nats per token", flush=True)
 
 
-def store(cell: Cell, metrics: Path) -> None:
-    """Append the run's figures to the task's two CSV files."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps, evaluations, tokens, seconds = [], [], 0, 0.0
-    for r in records:
-        if r["event"] == "eval":
-            figures = {"step": r["step"], "accuracy": r["accuracy"], "length_mean": round(r["length_mean"], 2)}
-            evaluations.append({**cell.key, **figures})
-            continue
-        tokens += r["num_output_tokens"]
-        seconds += r["cpu_seconds"]
-        figures = {name: round(r[name], 4) for name in STEP_FIELDS}
-        steps.append({**cell.key, "step": r["step"], **figures, "tokens": tokens, "cpu_seconds": round(seconds, 3)})
-    append(DATA / f"{cell.task}_heldout.csv", evaluations)
-    append(DATA / f"{cell.task}.csv", steps)  # last: this file says that the run is done
-
-
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", newline="") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # shares of the study write to the same files
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows(rows)
-        file.flush()
-
-
-def rows_of(cell: Cell, suffix: str = "") -> Iterator[dict[str, str]]:
-    path = DATA / f"{cell.task}{suffix}.csv"
-    if path.exists():
-        with open(path, newline="") as file:
-            yield from (r for r in csv.DictReader(file) if all(r[k] == str(v) for k, v in cell.key.items()))
-
-
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def columns(cell: Cell) -> dict[str, np.ndarray]:
-    """Numbers of a run by name, one per step; rewards as a running mean over the steps before."""
-    rows = list(rows_of(cell))
-    table = {name: np.array([float(r[name]) for r in rows]) for name in (*STEP_FIELDS, "step", "tokens", "cpu_seconds")}
-    reward = table["reward_mean"]
-    table["smooth"] = np.array([reward[max(0, i + 1 - WINDOW) : i + 1].mean() for i in range(len(reward))])
-    return table
+def columns(cell: Cell) -> studies.Run:
+    return studies.columns(DATA / f"{cell.task}.csv", cell.key)
 
 
-def band(runs: list[dict[str, np.ndarray]], axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(x, mean, lowest, highest) over the seeds, on the stretch of ``axis`` that all of them cover."""
-    start, end = max(r[axis][0] for r in runs), min(r[axis][-1] for r in runs)
-    x = np.linspace(start, end, 100)
-    y = np.stack([np.interp(x, r[axis], r["smooth"]) for r in runs])
-    return x, y.mean(axis=0), y.min(axis=0), y.max(axis=0)
+def accuracies(cell: Cell) -> list[float]:
+    """Held-out, in order of the steps."""
+    return [float(r["accuracy"]) for r in studies.rows_of(DATA / f"{cell.task}_heldout.csv", cell.key)]
 
 
 def complete_seeds() -> list[int]:
@@ -182,7 +132,7 @@ def draw(task: str, seeds: Sequence[int]) -> None:
         for axes, (axis, label) in zip(row, axes_names.items(), strict=True):
             for controller in CONTROLLERS:
                 runs = [columns(Cell(task, algorithm, controller, seed)) for seed in seeds]
-                x, mean, low, high = band(runs, axis)
+                x, mean, low, high = studies.band(runs, axis)
                 x = x / 1000 if axis == "tokens" else x
                 axes.fill_between(x, low, high, color=COLOURS[controller], alpha=0.18, linewidth=0)
                 axes.plot(x, mean, color=COLOURS[controller], label=LABELS[controller])
@@ -202,7 +152,7 @@ def table() -> Iterator[str]:
     yield "|" + "---|" * 11
     for cell in sorted(filter(is_done, cells()), key=lambda c: (TASKS.index(c.task), ALGORITHMS.index(c.algorithm))):
         run = columns(cell)
-        accuracy = [float(r["accuracy"]) for r in rows_of(cell, "_heldout")]
+        accuracy = accuracies(cell)
         cells_of_row = (
             cell.task, cell.algorithm, LABELS[cell.controller].removeprefix("G = "), cell.seed,
             f"{accuracy[0]:.3f}", f"{accuracy[-1]:.3f}", f"{run['reward_mean'][-WINDOW:].mean():.3f}",
@@ -221,7 +171,7 @@ def summary(seeds: Sequence[int]) -> Iterator[str]:
             for controller in CONTROLLERS:
                 group = [Cell(task, algorithm, controller, seed) for seed in seeds]
                 runs = [columns(cell) for cell in group]
-                after = [[float(r["accuracy"]) for r in rows_of(cell, "_heldout")][-1] for cell in group]
+                after = [accuracies(cell)[-1] for cell in group]
 
                 def mean(values: Iterable[float]) -> float:
                     return statistics.fmean(values)
@@ -235,13 +185,11 @@ def summary(seeds: Sequence[int]) -> Iterator[str]:
                 )
 
 
-def write_tables(seeds: Sequence[int]) -> None:
-    start, end = TABLE_MARKS
-    before, _, rest = DOCUMENT.read_text().partition(start)
-    after = rest.partition(end)[2]
+def with_tables(page: str, seeds: Sequence[int]) -> str:
+    """The page with both tables written anew."""
     of_seeds = f"Means over {len(seeds)} seeds ({', '.join(map(str, seeds))}):"
     body = "\n".join(["", of_seeds, "", *summary(seeds), "", "Every run:", "", *table(), ""])
-    DOCUMENT.write_text(f"{before}{start}\n{body}\n{end}{after}")
+    return studies.with_body(page, TABLE_MARKS, body)
 
 
 def main() -> None:
@@ -259,7 +207,7 @@ def main() -> None:
         raise SystemExit("no seed has all its runs yet; figures are drawn from seeds that are complete")
     for task in TASKS:
         draw(task, seeds)
-    write_tables(seeds)
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), seeds))
 
 
 if __name__ == "__main__":
