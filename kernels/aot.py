@@ -234,6 +234,7 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
     from sagc_fast.kernels.rms_norm import rms_norm
     from sagc_fast.kernels.rms_norm_backward import rms_norm_backward
     from sagc_fast.kernels.rope_cache import rope_cache
+    from sagc_fast.kernels.rotary import rotary_merge, rotary_split
     from sagc_fast.kernels.sample_blocks import sample_blocks
     from sagc_fast.kernels.sample_filtered import sample_filtered
     from sagc_fast.kernels.sample_pick import sample_pick
@@ -278,6 +279,9 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
     group_decode(q, *caches, part, part_lse, cu, shared, runs, blocks, 2, 0.1)
     paged_decode(q, *caches, part, part_lse, cu, context, shared, blocks, 2, 2, 0.1)
     merge_splits(part, part_lse, out, cu, shared, 2)
+
+    angles = zeros(num_tokens, width // 2, of=torch.float32)
+    rotary_merge(*rotary_split(qkv.flatten(1), angles, angles, heads, kv_heads), angles, angles)
 
     x, weight = zeros(num_rows, shape.hidden_size), zeros(shape.hidden_size)
     for residual in (None, x):

@@ -93,8 +93,11 @@ def rotary_split(
     qkv_TX: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`sagc_fast.ops.reference.rotary_split`."""
-    if resolve("rotary_split", qkv_TX.device.type, qkv_TX.dtype) == "native":
+    backend = resolve("rotary_split", qkv_TX.device.type, qkv_TX.dtype)
+    if backend == "native":
         return native_module().rotary_split(qkv_TX, cos_TD2, sin_TD2, num_heads, num_kv_heads)
+    if backend == "triton":
+        return triton_module().rotary_split(qkv_TX, cos_TD2, sin_TD2, num_heads, num_kv_heads)
     return reference.rotary_split(qkv_TX, cos_TD2, sin_TD2, num_heads, num_kv_heads)
 
 

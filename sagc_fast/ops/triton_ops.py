@@ -2,7 +2,7 @@
 
 Importing this module imports Triton; ImportError says that it is not installed. The plain-torch functions of the same
 names document shapes and results; here stands only what differs. ``rms_norm``, ``add_rms_norm``, ``silu_mul``,
-``varlen_attention`` and ``token_logprobs`` are differentiable. Nothing here waits for the device except
+``rotary_split``, ``varlen_attention`` and ``token_logprobs`` are differentiable. Nothing here waits for the device except
 :func:`sample_tokens`, and then only outside a CUDA graph capture.
 
 Shape suffixes: T tokens, S sequences, E model width, F half of a fused gate/up width, H query heads, K kv heads, D head
@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from sagc_fast.kernels import rms_norm as rms_norm_kernels
+from sagc_fast.kernels import rotary as rotary_kernels
 from sagc_fast.kernels import silu_mul as silu_mul_kernels
 from sagc_fast.kernels import token_logprobs as logprob_kernels
 from sagc_fast.kernels._launch import INTERPRETED, num_processors
@@ -29,6 +30,7 @@ from sagc_fast.kernels.paged_decode import paged_decode
 from sagc_fast.kernels.paged_prefill import paged_prefill
 from sagc_fast.kernels.rms_norm_backward import rms_norm_backward
 from sagc_fast.kernels.rope_cache import rope_cache
+from sagc_fast.kernels.rotary import rotary_merge
 from sagc_fast.kernels.sample_blocks import sample_blocks
 from sagc_fast.kernels.sample_filtered import sample_filtered
 from sagc_fast.kernels.sample_pick import sample_pick
@@ -41,7 +43,7 @@ __all__ = ["varlen_attention"]
 
 OPS = frozenset(
     {"rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "varlen_attention", "token_logprobs",
-     "sample_tokens", "sample_keyed_tokens", "policy_loss"}
+     "sample_tokens", "sample_keyed_tokens", "policy_loss", "rotary_split"}
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_BYTES = 512 * 2**20
@@ -129,6 +131,33 @@ class _SiluMul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TF: torch.Tensor) -> torch.Tensor:
         return silu_mul_backward(*ctx.saved_tensors, _rows(grad_TF))
+
+
+def rotary_split(
+    qkv_TX: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiable in the projection."""
+    return _RotarySplit.apply(qkv_TX, cos_TD2, sin_TD2, num_heads, num_kv_heads)
+
+
+class _RotarySplit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_TX: torch.Tensor,
+        cos_TD2: torch.Tensor,
+        sin_TD2: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        cos_TD2, sin_TD2 = cos_TD2.contiguous(), sin_TD2.contiguous()
+        ctx.save_for_backward(cos_TD2, sin_TD2)
+        return rotary_kernels.rotary_split(_rows(qkv_TX), cos_TD2, sin_TD2, num_heads, num_kv_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return rotary_merge(*(_rows(grad) for grad in grads), *ctx.saved_tensors), None, None, None, None
 
 
 def rope_and_cache(

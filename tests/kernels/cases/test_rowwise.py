@@ -80,3 +80,40 @@ def test_rope_and_cache(dtype: torch.dtype, heads: int, kv_heads: int, head_dim:
     _close(found, wanted, dtype)
     for value, expected in zip(mine, caches, strict=True):
         _close(value, expected, torch.bfloat16)
+
+
+@both
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 1, 6), (4, 2, 64), (1, 1, 256)])
+def test_rotary_split_and_its_gradient(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, device: torch.device
+) -> None:
+    """Gradients arrive as attention leaves them (k and v as slices of one tensor) and once as an expanded sum's."""
+    generator = torch.Generator().manual_seed(head_dim)
+    shapes = [(5, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * head_dim + 8, generator=generator).to(dtype)[:, :-8]
+    angles = torch.rand(5, head_dim // 2, generator=generator) * 6
+    tables = (angles.cos(), angles.sin())
+    grad_q = torch.randn(shapes[0], generator=generator).to(dtype)
+    grad_k, grad_v = torch.randn(5, 2 * kv_heads, head_dim, generator=generator).to(dtype).split(kv_heads, 1)
+    exact, mine = qkv.double().requires_grad_(), qkv.to(device).requires_grad_()
+    wanted = reference.rotary_split(exact, *(t.double() for t in tables), heads, kv_heads)
+    torch.autograd.backward(wanted, [g.double() for g in (grad_q, grad_k, grad_v)])
+    found = triton_ops.rotary_split(mine, *(t.to(device) for t in tables), heads, kv_heads)
+    torch.autograd.backward(found, [g.to(device) for g in (grad_q, grad_k, grad_v)])
+    for value, expected in zip((*found, mine.grad), (*wanted, exact.grad), strict=True):
+        assert value.dtype == dtype
+        _close(value.detach(), expected.detach(), dtype)
+    mine.grad = None
+    sum(part.sum() for part in triton_ops.rotary_split(mine, *(t.to(device) for t in tables), heads, kv_heads)).backward()
+    expected = torch.autograd.grad(
+        sum(part.sum() for part in reference.rotary_split(exact, *(t.double() for t in tables), heads, kv_heads)), exact
+    )[0]
+    _close(mine.grad, expected, dtype)
+
+
+def test_nothing_to_turn(device: torch.device) -> None:
+    empty = torch.empty(0, 32, device=device, requires_grad=True)
+    q, k, v = triton_ops.rotary_split(empty, *torch.empty(2, 0, 4, device=device), 2, 1)
+    (q.sum() + k.sum() + v.sum()).backward()
+    assert q.shape == (0, 2, 8)
+    assert empty.grad.shape == (0, 32)
