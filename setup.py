@@ -1,16 +1,20 @@
-"""Package metadata; builds the optional CPU operators from csrc when a C++ compiler is there."""
+"""Package metadata; builds the optional operators from csrc: the CPU's when a C++ compiler is there, CUDA's when nvcc
+and a CUDA build of torch are there, too (SAGC_BUILD_CUDA=1 and 0 decide otherwise)."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 EXTRAS = {
     "gpu": ["triton>=3.6"],
@@ -34,6 +38,7 @@ CPU_SOURCES = (
     *("dispatch", "level_scalar", "level_avx2", "level_avx512", "level_avx512_bf16"),
     *("level_amx", "level_amx_emulated"),
 )
+CUDA_SOURCES = ("sample_keyed", "pack_decode_rows")
 
 
 def torch_folder() -> Path | None:
@@ -88,9 +93,88 @@ def cpu_extension() -> list[Extension]:
     ]
 
 
+def cuda_toolkit() -> tuple[Path, Path] | None:
+    """nvcc and the folder of the static CUDA runtime, from CUDA_HOME, /usr/local/cuda or the path."""
+    on_path = shutil.which("nvcc")
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    roots += [str(Path(on_path).resolve().parents[1])] if on_path else []
+    # nvcc on the path may be a script that calls the one of the toolkit.
+    roots += sorted(map(str, Path("/usr/local").glob("cuda-*")), reverse=True) if on_path else []
+    for root in filter(None, roots):
+        for library in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+            if Path(root, "bin/nvcc").exists() and Path(root, library, "libcudart_static.a").exists():
+                return Path(root, "bin/nvcc"), Path(root, library)
+    return None
+
+
+class CudaExtension(Extension):
+    """An extension with sources for nvcc besides; they include no header of torch and link the CUDA runtime statically,
+    so neither torch's version nor the one of its CUDA matters."""
+
+    def __init__(self, *args: Any, nvcc: Path, cuda_sources: list[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.nvcc, self.cuda_sources = nvcc, cuda_sources
+
+
+def cuda_extension() -> list[Extension]:
+    """The CUDA operators. SAGC_BUILD_CUDA=1 builds them beside a CPU torch too (they load there, and cannot run),
+    0 never; SAGC_CUDA_ARCH="80;90" names what to compile for. A failing nvcc costs the operators, not the install.
+    nvcc says what registers and shared memory each kernel takes, and whether it spills; tests/cuda reads that."""
+    asked = os.environ.get("SAGC_BUILD_CUDA", "0" if os.environ.get("SAGC_BUILD_NATIVE") == "0" else "auto")
+    folder, toolkit = torch_folder(), cuda_toolkit()
+    if asked not in ("auto", "0", "1"):
+        raise SystemExit(f"SAGC_BUILD_CUDA={asked!r} is none of auto, 0 and 1; leave it unset for auto.")
+    has_cuda_torch = folder is not None and (folder / "lib/libtorch_cuda.so").exists()
+    if asked == "0" or (asked == "auto" and not has_cuda_torch):
+        return []
+    missing = "torch and its headers are not installed yet" if folder is None else "there is no CUDA toolkit with nvcc"
+    if folder is None or toolkit is None:
+        print(f"sagc_fast: installing without the CUDA operators, because {missing}.")
+        return []
+    nvcc, libraries = toolkit
+    return [
+        CudaExtension(
+            "sagc_fast._cuda",
+            ["csrc/cuda/library.cpp"],
+            nvcc=nvcc,
+            cuda_sources=[f"csrc/cuda/{name}.cu" for name in CUDA_SOURCES],
+            depends=[str(path) for path in sorted(Path("csrc/cuda").iterdir())],
+            include_dirs=[f"{folder}/include"],
+            library_dirs=[f"{folder}/lib", str(libraries)],
+            libraries=["torch_cpu", "c10", "cudart_static", "dl", "rt", "pthread"],
+            language="c++",
+            define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
+            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-g0"],
+            optional=True,
+        )
+    ]
+
+
 class BuildStable(build_ext):
     """Builds libraries that serve every interpreter, under one file name: the controller's reader goes by Python's
     limited API, the operators by torch's stable ABI alone (no PyInit)."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if isinstance(ext, CudaExtension):
+            Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+            ext.extra_objects = [self._compile_cuda(ext, source) for source in ext.cuda_sources]
+        super().build_extension(ext)
+
+    def _compile_cuda(self, ext: CudaExtension, source: str) -> str:
+        target = str(Path(self.build_temp) / Path(source).with_suffix(".cu.o").name)
+        if not self.force and Path(target).exists():
+            newest_input = max(Path(path).stat().st_mtime for path in (source, *ext.depends))
+            if Path(target).stat().st_mtime > newest_input:
+                return target
+        architectures = os.environ.get("SAGC_CUDA_ARCH", "80;90").split(";")
+        newest = f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"
+        generate = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
+        flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v"]
+        command = [str(ext.nvcc), *flags, *generate, newest, "-c", source, "-o", target]
+        print(" ".join(command), flush=True)
+        if subprocess.call(command) != 0:
+            raise CompileError(f"nvcc could not compile {source}; its words are above")
+        return target
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", os.sep) + ".so"
@@ -143,7 +227,7 @@ setup(
         "rich",
     ],
     extras_require=EXTRAS,
-    ext_modules=[*controller_extension(), *cpu_extension()],
+    ext_modules=[*controller_extension(), *cpu_extension(), *cuda_extension()],
     cmdclass={"build_ext": BuildStable, "bdist_wheel": StableWheel},
     entry_points={"console_scripts": ["sagc-fast=sagc_fast.cli:main"]},
 )

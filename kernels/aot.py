@@ -226,6 +226,7 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
     """
     from sagc_fast.kernels.group_decode import group_decode
     from sagc_fast.kernels.merge_splits import merge_splits
+    from sagc_fast.kernels.pack_decode_rows import pack_decode_rows
     from sagc_fast.kernels.paged_decode import paged_decode
     from sagc_fast.kernels.paged_prefill import paged_prefill
     from sagc_fast.kernels.philox import uniforms
@@ -297,6 +298,12 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
         for noise in (uniforms(*row_keys), None):
             sample_pick(logits, ones, sample_blocks(logits, ones), noise, row_keys)
             sample_filtered(logits, ones, row_keys[0], ones, ones - 1, noise, row_keys)
+    int32 = [zeros(*size, of=torch.int32) for size in ((8,), (1,), (8, 4), (8,), (8,))]
+    table = (*int32[:2], zeros(8, of=torch.bool), zeros(8, of=torch.int64), *int32[2:])
+    sizes = [(8,), (1,), (8,), (8,), (8,), (9,), (8, 4), (8,), (8,)]
+    packed = [zeros(*size, of=torch.int64 if i in (2, 3) else torch.int32) for i, size in enumerate(sizes)]
+    pack_decode_rows(table, tuple(packed), page, 0)
+
     logits = zeros(num_rows, shape.vocab_size)
     logp, entropy, lse = (zeros(num_rows, of=torch.float32) for _ in "pel")
     token_logprobs(logits, row_keys[0], 1.0, logp, entropy, lse)

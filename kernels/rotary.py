@@ -45,9 +45,7 @@ def rotary_kernel(
     sin = tl.load(sin_ptr + token * stride_table + offs_d, mask=offs_d < D2, other=0.0)[None, :]
     if IS_BACKWARD:
         sin = -sin
-    _move_heads(
-        q_ptr, out_q_ptr, token, stride_qt, stride_qh, out_qt, out_qh, cos, sin, HEADS, BLOCK_H, D2, BLOCK_D2
-    )
+    _move_heads(q_ptr, out_q_ptr, token, stride_qt, stride_qh, out_qt, out_qh, cos, sin, HEADS, BLOCK_H, D2, BLOCK_D2)
     _move_heads(
         k_ptr, out_k_ptr, token, stride_kt, stride_kh, out_kt, out_kh, cos, sin, KV_HEADS, BLOCK_K, D2, BLOCK_D2
     )

@@ -1,9 +1,10 @@
 """The operations of the model, each with one signature and a choice of backends.
 
-``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens`` and
-``sample_keyed_tokens`` serve the rollout; in fp32 on the CPU each computes a row the same way, bit for bit, whatever
-the other rows. ``Decoder`` runs all of them for a whole step in native code. ``rms_norm``, ``add_rms_norm``,
-``silu_mul``, ``rotary_split``, ``varlen_attention`` and ``token_logprobs`` serve training and are differentiable, once.
+``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens``,
+``sample_keyed_tokens`` and ``pack_decode_rows`` serve the rollout; in fp32 on the CPU each computes a row the same way,
+bit for bit, whatever the other rows. ``Decoder`` runs all of them for a whole step in native code. ``rms_norm``,
+``add_rms_norm``, ``silu_mul``, ``rotary_split``, ``varlen_attention`` and ``token_logprobs`` serve training and are
+differentiable, once.
 The plain-torch functions of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document
 shapes and serve as oracles.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from sagc_fast.ops import logprobs, noise, paged, reference, sampling, varlen
+from sagc_fast.ops import logprobs, noise, pack_rows, paged, reference, sampling, varlen
 from sagc_fast.ops.backend import (
+    cuda_module,
     describe,
     flash_module,
     native_module,
@@ -24,18 +26,22 @@ from sagc_fast.ops.backend import (
 )
 from sagc_fast.ops.decoder import BoundRows, Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
+from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
 
 __all__ = [
     "BoundRows",
+    "DecodeTable",
     "Decoder",
     "DecoderWeights",
     "LayerWeights",
     "PackedLayout",
+    "PackedRows",
     "PagedLayout",
     "add_rms_norm",
     "describe",
     "has_decoder",
     "linear",
+    "pack_decode_rows",
     "paged_attention",
     "rms_norm",
     "rope_and_cache",
@@ -200,9 +206,26 @@ def sample_keyed_tokens(
     """:func:`sample_tokens` whose uniform numbers are made on the device.
 
     ``keys`` are int64 [R]: seed, prompt id (both the bits of unsigned numbers), sample index, position; the numbers are
-    those of :mod:`sagc_fast.rollout.noise`. The Triton kernels never wait for the device: they mark a row whose logits
-    are not finite by log-prob NaN, token 0.
+    those of :mod:`sagc_fast.rollout.noise`. On a GPU nothing waits for the device: a row whose logits are not finite is
+    marked by log-prob NaN, token 0.
     """
-    if resolve("sample_keyed_tokens", logits_RV.device.type, logits_RV.dtype) == "triton":
+    backend = resolve("sample_keyed_tokens", logits_RV.device.type, logits_RV.dtype)
+    if backend == "cuda":
+        is_filtered = not (top_k_R is None and top_p_R is None and min_p_R is None)
+        if not is_filtered and logits_RV.shape[1] <= cuda_module().MAX_VOCAB:
+            return cuda_module().sample_keyed_tokens(logits_RV, keys, temperature_R)
+        backend = "torch" if triton_module() is None else "triton"
+    if backend == "triton":
         return triton_module().sample_keyed_tokens(logits_RV, keys, temperature_R, top_k_R, top_p_R, min_p_R)
     return sample_tokens(logits_RV, noise.uniforms(*keys), temperature_R, top_k_R, top_p_R, min_p_R)
+
+
+def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
+    """See :func:`sagc_fast.ops.pack_rows.pack_decode_rows`."""
+    backend = resolve("pack_decode_rows", out.rows_R.device.type, torch.int32)
+    if backend == "cuda":
+        cuda_module().pack_decode_rows(table, out, block_size, padding_slot)
+    elif backend == "triton":
+        triton_module().pack_decode_rows(table, out, block_size, padding_slot)
+    else:
+        pack_rows.pack_decode_rows(table, out, block_size, padding_slot)

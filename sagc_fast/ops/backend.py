@@ -3,7 +3,8 @@
 Order: :func:`set_backend` / :func:`use_backend`, then the environment variable ``SAGC_BACKEND``, then automatic by
 device: on the CPU ``native`` (``sagc_fast._C``), on CUDA ``flash`` (the flash-attn package, training attention alone)
 and ``triton``, each where it is there and serves the operation for that dtype; else plain ``torch``, with one warning
-where something that would be faster is missing.
+where something that would be faster is missing. ``cuda`` (``sagc_fast._cuda``, two operations of the decode step) is
+taken only when asked for: it has not been measured against Triton yet.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from sagc_fast.errors import BackendError
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["native", "triton", "flash", "torch"]
-BACKENDS: tuple[Backend, ...] = ("native", "triton", "flash", "torch")
+Backend = Literal["native", "triton", "flash", "cuda", "torch"]
+BACKENDS: tuple[Backend, ...] = ("native", "triton", "flash", "cuda", "torch")
+PARTIAL: tuple[Backend, ...] = ("flash", "cuda")
+"""Backends of few operations; asking for one leaves all others automatic."""
 ENVIRONMENT_VARIABLE = "SAGC_BACKEND"
 
 _forced: Backend | None = None
@@ -67,8 +70,20 @@ def flash_module() -> ModuleType | None:
     return flash
 
 
+@functools.cache
+def cuda_module() -> ModuleType | None:
+    """The module of CUDA C++ operators, or None when ``sagc_fast._cuda`` is not built, does not load or has no GPU."""
+    try:
+        from sagc_fast.ops import cuda_ops
+    except (ImportError, OSError) as error:
+        log.debug("no CUDA operators: %s", error)
+        return None
+    return cuda_ops if cuda_ops.available_ops() else None
+
+
 def _module(name: Backend) -> ModuleType | None:
-    return {"native": native_module, "triton": triton_module, "flash": flash_module}[name]()
+    modules = {"native": native_module, "triton": triton_module, "flash": flash_module, "cuda": cuda_module}
+    return modules[name]()
 
 
 def set_backend(name: Backend | None) -> None:
@@ -115,8 +130,7 @@ def _choose(op: str, device_type: str, dtype: torch.dtype) -> tuple[Backend, str
         asked = _checked(os.environ[ENVIRONMENT_VARIABLE], source)
     if asked == "torch":
         return "torch", f"asked for by {source}"
-    # flash-attn has one operation; asking for it leaves the others automatic.
-    is_automatic = asked is None or (asked == "flash" and op != "varlen_attention")
+    is_automatic = asked is None or (asked in PARTIAL and op not in _module(asked).available_ops())
     reason = f"nothing faster for {device_type}"
     for name in AUTOMATIC.get(device_type, ()) if is_automatic else (asked,):
         module = _module(name)
@@ -138,11 +152,13 @@ MISSING = {
     "native": "sagc_fast._C is not built",
     "triton": "Triton is not there, or no GPU of compute capability 8.0 or later for it",
     "flash": "flash-attn is not installed",
+    "cuda": "sagc_fast._cuda is not built, or there is no GPU of compute capability 8.0 or later for it",
 }
 REMEDY = {
     "native": "reinstall with a C++ compiler on the machine",
     "triton": "install triton 3.6 or later (its CPU interpreter runs where TRITON_INTERPRET=1 is set)",
     "flash": "pip install flash-attn, which needs a CUDA compiler",
+    "cuda": "reinstall with nvcc and a CUDA build of torch on the machine",
 }
 
 

@@ -2,8 +2,8 @@
 
 Importing this module imports Triton; ImportError says that it is not installed. The plain-torch functions of the same
 names document shapes and results; here stands only what differs. ``rms_norm``, ``add_rms_norm``, ``silu_mul``,
-``rotary_split``, ``varlen_attention`` and ``token_logprobs`` are differentiable. Nothing here waits for the device except
-:func:`sample_tokens`, and then only outside a CUDA graph capture.
+``rotary_split``, ``varlen_attention`` and ``token_logprobs`` are differentiable. Nothing here waits for the device
+except :func:`sample_tokens`, and then only outside a CUDA graph capture.
 
 Shape suffixes: T tokens, S sequences, E model width, F half of a fused gate/up width, H query heads, K kv heads, D head
 width, N tokens with a target, n tokens of a chunk, R rows, V vocabulary.
@@ -13,7 +13,7 @@ width, N tokens with a target, n tokens of a chunk, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from sagc_fast.kernels import token_logprobs as logprob_kernels
 from sagc_fast.kernels._launch import INTERPRETED, num_processors
 from sagc_fast.kernels.group_decode import group_decode, siblings_per_tile
 from sagc_fast.kernels.merge_splits import merge_splits
+from sagc_fast.kernels.pack_decode_rows import pack_decode_rows as pack_kernel
 from sagc_fast.kernels.paged_decode import paged_decode
 from sagc_fast.kernels.paged_prefill import paged_prefill
 from sagc_fast.kernels.rms_norm_backward import rms_norm_backward
@@ -37,13 +38,15 @@ from sagc_fast.kernels.sample_pick import sample_pick
 from sagc_fast.kernels.silu_mul_backward import silu_mul_backward
 from sagc_fast.kernels.token_logprobs_backward import token_logprobs_backward
 from sagc_fast.ops.layouts import PagedLayout
+from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
 from sagc_fast.ops.triton_varlen import varlen_attention
 
 __all__ = ["varlen_attention"]
 
 OPS = frozenset(
     {"rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "varlen_attention", "token_logprobs",
-     "sample_tokens", "sample_keyed_tokens", "policy_loss", "rotary_split"}
+     "sample_tokens", "sample_keyed_tokens", "policy_loss", "rotary_split",
+     "pack_decode_rows"}
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_BYTES = 512 * 2**20
@@ -66,7 +69,8 @@ def available_ops() -> set[str]:
 
 def supports(op: str, device_type: str, dtype: torch.dtype) -> bool:
     """Whether ``op`` serves this device and dtype."""
-    return op in available_ops() and device_type == ("cpu" if INTERPRETED else "cuda") and dtype in DTYPES
+    dtypes = (torch.int32,) if op == "pack_decode_rows" else DTYPES
+    return op in available_ops() and device_type == ("cpu" if INTERPRETED else "cuda") and dtype in dtypes
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
@@ -280,6 +284,10 @@ def _sample(
         for x, default in zip(filters, (*off, torch.zeros_like(temperature_R)), strict=True)
     )
     return sample_filtered(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R, keys)
+
+
+def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
+    pack_kernel(tuple(getattr(table, field.name) for field in fields(table)), out.tensors(), block_size, padding_slot)
 
 
 def token_logprobs(

@@ -104,10 +104,10 @@ def test_rotary_split_and_its_gradient(
         assert value.dtype == dtype
         _close(value.detach(), expected.detach(), dtype)
     mine.grad = None
-    sum(part.sum() for part in triton_ops.rotary_split(mine, *(t.to(device) for t in tables), heads, kv_heads)).backward()
-    expected = torch.autograd.grad(
-        sum(part.sum() for part in reference.rotary_split(exact, *(t.double() for t in tables), heads, kv_heads)), exact
-    )[0]
+    found = triton_ops.rotary_split(mine, *(t.to(device) for t in tables), heads, kv_heads)
+    sum(part.sum() for part in found).backward()
+    wanted = reference.rotary_split(exact, *(t.double() for t in tables), heads, kv_heads)
+    expected = torch.autograd.grad(sum(part.sum() for part in wanted), exact)[0]
     _close(mine.grad, expected, dtype)
 
 
