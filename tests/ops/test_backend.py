@@ -72,9 +72,9 @@ def test_environment_variable_forces_and_set_backend_overrides_it(
 
 def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        BackendError, match=r"'cuda' \(set_backend\) is unknown; use one of native, triton, flash, torch"
+        BackendError, match=r"'cutlass' \(set_backend\) is unknown; use one of native, triton, flash, cuda, torch"
     ):
-        ops.set_backend("cuda")
+        ops.set_backend("cutlass")
     monkeypatch.setenv("SAGC_BACKEND", "fast")
     with pytest.raises(BackendError, match="SAGC_BACKEND"):
         ops.silu_mul(torch.ones(2, 4))
@@ -126,6 +126,31 @@ def test_triton_serves_cuda_and_the_cpu_stays_native(fake_triton: types.ModuleTy
     with ops.use_backend("triton"):
         assert backend.resolve("silu_mul", "cuda", torch.bfloat16) == "triton"
         assert backend.resolve("silu_mul", "cpu", torch.float32) == "torch"
+
+
+def test_the_cuda_operators_serve_only_when_asked_for_and_leave_the_others_automatic(
+    fake_triton: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have not been measured against Triton on a GPU yet."""
+    module = types.ModuleType("cuda_ops")
+    module.available_ops = lambda: {"sample_keyed_tokens"}
+    module.supports = lambda op, device_type, dtype: device_type == "cuda"
+    module.MAX_VOCAB = 8
+    module.sample_keyed_tokens = lambda *arguments: "cuda"
+    fake_triton.available_ops = lambda: {"silu_mul", "sample_keyed_tokens"}
+    fake_triton.sample_keyed_tokens = lambda *arguments: "triton"
+    monkeypatch.setattr(backend, "cuda_module", lambda: module)
+    monkeypatch.setattr(ops, "cuda_module", lambda: module)
+    monkeypatch.setattr(ops, "triton_module", lambda: fake_triton)
+    assert backend.resolve("sample_keyed_tokens", "cuda", torch.bfloat16) == "triton"
+    with ops.use_backend("cuda"):
+        assert backend.resolve("sample_keyed_tokens", "cuda", torch.bfloat16) == "cuda"
+        assert backend.resolve("silu_mul", "cuda", torch.bfloat16) == "triton"
+        monkeypatch.setattr(ops, "resolve", lambda *arguments: "cuda")
+        keys, temperature, filter_R = (torch.zeros(2),) * 4, torch.ones(2), torch.ones(2)
+        assert ops.sample_keyed_tokens(torch.zeros(2, 8), keys, temperature) == "cuda"
+        assert ops.sample_keyed_tokens(torch.zeros(2, 8), keys, temperature, filter_R) == "triton"
+        assert ops.sample_keyed_tokens(torch.zeros(2, 9), keys, temperature) == "triton"
 
 
 def test_a_gpu_without_triton_warns_once_and_asking_for_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
