@@ -20,7 +20,7 @@ import triton.language as tl
 from sagc_fast.kernels._launch import LOG2E, block_of
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences", "stride_ls", "stride_lh", "stride_table"])
 def group_decode_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, cu_query_ptr, shared_ptr, run_start_ptr, tables_ptr, num_sequences,
     scale_log2,

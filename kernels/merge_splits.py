@@ -11,8 +11,12 @@ import triton
 import triton.language as tl
 from sagc_fast.kernels._launch import block_of
 
+MAX_SPLITS = 32
+"""Of both kinds together. One block for any number of them, or the number, which follows from the contexts, would be
+compiled in; what is not there is not read."""
 
-@triton.jit(do_not_specialize=["num_shared_splits", "num_splits"])
+
+@triton.jit(do_not_specialize=["stride_ls", "stride_lh", "num_shared_splits", "num_splits"])
 def merge_splits_kernel(
     part_ptr, lse_ptr, out_ptr, cu_query_ptr, shared_ptr,
     stride_ps, stride_ph, stride_ls, stride_lh, stride_ot, stride_oh, num_shared_splits, num_splits,
@@ -54,10 +58,11 @@ def merge_splits(
         shared_lens_S: int32; where it is 0 the shared splits are ignored.
     """
     num_sequences, num_heads, num_splits, head_dim = part_SHPD.shape
+    if num_splits > MAX_SPLITS:
+        raise ValueError(f"merge_splits was given {num_splits} splits and merges at most {MAX_SPLITS} of them.")
     if num_sequences:
         merge_splits_kernel[(num_sequences, num_heads)](
             part_SHPD, lse_SHP, out_THD, cu_query_S1, shared_lens_S, *part_SHPD.stride()[:2], *lse_SHP.stride()[:2],
             *out_THD.stride()[:2], num_shared_splits, num_splits,
-            D=head_dim, BLOCK_D=block_of(head_dim, 32), BLOCK_P=block_of(num_splits, 2),
-            num_warps=1 if num_splits * head_dim <= 1024 else 4,
+            D=head_dim, BLOCK_D=block_of(head_dim, 32), BLOCK_P=MAX_SPLITS, num_warps=4,
         )  # fmt: skip

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sagc_fast.kernels._launch import block_of
 
+BLOCK_ROWS = 1024
 BLOCK_COLUMNS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "num_columns", "padding_slot"])
 def pack_decode_rows_kernel(
     rows_ptr, num_rows_ptr, is_over_ptr, num_computed_ptr, tables_ptr, share_ptr, shared_ptr,
     out_rows_ptr, out_num_rows_ptr, out_positions_ptr, out_slots_ptr, out_context_ptr, out_cu_ptr, out_tables_ptr,
@@ -23,15 +23,19 @@ def pack_decode_rows_kernel(
     PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    offs_c = tl.arange(0, BLOCK_C)
-    is_in = offs_c < tl.minimum(tl.load(num_rows_ptr), capacity)
-    slots = tl.load(rows_ptr + offs_c, mask=is_in, other=-1)
-    is_over = tl.load(is_over_ptr + slots, mask=is_in & (slots >= 0), other=1)
-    is_live = (is_over == 0).to(tl.int32)
-    rank = tl.cumsum(is_live, 0) - 1
-    num_live = tl.sum(is_live, 0)
+    num_rows = tl.minimum(tl.load(num_rows_ptr), capacity)
+    num_live = tl.zeros([], tl.int32)
+    slot = tl.zeros([], tl.int32)
+    for start in range(0, num_rows, BLOCK_C):
+        offs_c = start + tl.arange(0, BLOCK_C)
+        slots = tl.load(rows_ptr + offs_c, mask=offs_c < num_rows, other=-1)
+        is_over = tl.load(is_over_ptr + slots, mask=slots >= 0, other=1)
+        is_live = (is_over == 0).to(tl.int32)
+        rank = num_live + tl.cumsum(is_live, 0) - 1
+        slot += tl.sum(tl.where((is_live > 0) & (rank == row), slots, 0), 0)
+        num_live += tl.sum(is_live, 0)
     is_row = row < num_live
-    slot = tl.sum(tl.where((is_live > 0) & (rank == row), slots, 0), 0).to(tl.int64)
+    slot = slot.to(tl.int64)
     position = tl.load(num_computed_ptr + slot, mask=is_row, other=0)
     used = tl.where(is_row, position // PAGE + 1, 0)
     for start in range(0, num_columns, BLOCK_B):
@@ -59,5 +63,5 @@ def pack_decode_rows(
     if bucket:
         pack_decode_rows_kernel[(bucket,)](
             *table, *out, capacity, num_columns, padding_slot,
-            PAGE=block_size, BLOCK_C=block_of(capacity), BLOCK_B=min(BLOCK_COLUMNS, block_of(num_columns)), num_warps=4,
+            PAGE=block_size, BLOCK_C=BLOCK_ROWS, BLOCK_B=BLOCK_COLUMNS, num_warps=4,
         )  # fmt: skip

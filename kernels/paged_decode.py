@@ -19,7 +19,7 @@ import triton.language as tl
 from sagc_fast.kernels._launch import LOG2E, block_of
 
 
-@triton.jit(do_not_specialize=["first_split"])
+@triton.jit(do_not_specialize=["first_split", "stride_ls", "stride_lh", "stride_table"])
 def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, cu_query_ptr, context_ptr, shared_ptr, tables_ptr, scale_log2,
     stride_qt, stride_qh, stride_block, stride_kvh, stride_ps, stride_ph, stride_ls, stride_lh, stride_table,

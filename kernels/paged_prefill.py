@@ -47,7 +47,7 @@ def _walk(
     return acc_MD, top_M, total_M
 
 
-@triton.jit(do_not_specialize=["min_queries"])
+@triton.jit(do_not_specialize=["min_queries", "stride_table"])
 def paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_query_ptr, context_ptr, tables_ptr, scale_log2,
     stride_qt, stride_qh, stride_block, stride_kvh, stride_ot, stride_oh, stride_table, min_queries,

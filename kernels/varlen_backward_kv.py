@@ -20,7 +20,7 @@ TILE_KEYS = 128
 """Keys of a planned work item and rows of a slot; a kernel's own block divides it."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh"])
 def varlen_backward_kv_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, slots_ptr, items_ptr, own_start_ptr,
     scale, scale_log2,

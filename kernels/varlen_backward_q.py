@@ -46,7 +46,7 @@ def _walk(
     return acc_MD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh"])
 def varlen_backward_q_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, delta_ptr, grad_q_ptr, tiles_ptr, own_start_ptr, scale, scale_log2,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh, stride_gt, stride_gh,

@@ -57,7 +57,7 @@ def _walk(
     return acc_MD, top_M, total_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh"])
 def varlen_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tiles_ptr, own_start_ptr, scale_log2,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lh,

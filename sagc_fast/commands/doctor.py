@@ -57,7 +57,7 @@ def _warm(model: Path | None) -> None:
     from sagc_fast.ops.backend import use_backend
 
     with use_backend("triton"):  # raises with its remedy where there is no GPU
-        from sagc_fast.kernels.aot import SHAPES, Shape, launch_all
+        from sagc_fast.kernels.launch_all import SHAPES, Shape, launch_all
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         shapes = SHAPES

@@ -27,6 +27,8 @@ TABLES = {
         "token",
         "policy",
         "rope",
+        "rotary",
+        "pack_decode",
         "norm",
     ),
 }
@@ -63,7 +65,7 @@ def test_a_spill_and_an_overfull_block_are_seen() -> None:
     """What the table must catch, in a fresh process: a kernel with far more live values than registers."""
     program = (
         "import torch\n"
-        "from sagc_fast.kernels import aot, rms_norm\n"
+        "from sagc_fast.kernels import compile_ahead as aot, rms_norm\n"
         "with aot.recording() as found:\n"
         "    x = torch.empty(4, 8192, dtype=torch.bfloat16, device='meta')\n"
         "    rms_norm.rms_norm_kernel[(4,)](x, x, x, x, x, x, 1e-6, 8192, 8192, 8192,"

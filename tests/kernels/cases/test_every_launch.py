@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sagc_fast.kernels.aot import Shape, launch_all
+from sagc_fast.kernels.launch_all import Shape, launch_all
 
 
 def test_every_kernel_runs_once(device: torch.device) -> None:

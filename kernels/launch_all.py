@@ -1,0 +1,121 @@
+"""Every kernel launched once, as a model of some shape does: to compile ahead of time, or before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels see of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+
+SHAPES = {
+    "Llama-3.2-3B": Shape(24, 8, 128, 3072, 8192, 128_256),
+    "Qwen2.5-0.5B": Shape(14, 2, 64, 896, 4864, 151_936),
+    "Qwen2.5-3B": Shape(16, 2, 128, 2048, 11_008, 151_936),
+}
+
+
+def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, page: int = 16) -> None:
+    """Launch every kernel once as a model of this shape does, on small made-up inputs.
+
+    Under :func:`recording`, with the meta device, that yields what to compile; on a GPU it compiles and tunes.
+    """
+    from sagc_fast.kernels.group_decode import group_decode
+    from sagc_fast.kernels.merge_splits import merge_splits
+    from sagc_fast.kernels.pack_decode_rows import pack_decode_rows
+    from sagc_fast.kernels.paged_decode import paged_decode
+    from sagc_fast.kernels.paged_prefill import paged_prefill
+    from sagc_fast.kernels.philox import uniforms
+    from sagc_fast.kernels.policy_loss import policy_loss
+    from sagc_fast.kernels.reduce_kv import reduce_kv
+    from sagc_fast.kernels.rms_norm import rms_norm
+    from sagc_fast.kernels.rms_norm_backward import rms_norm_backward
+    from sagc_fast.kernels.rope_cache import rope_cache
+    from sagc_fast.kernels.rotary import rotary_merge, rotary_split
+    from sagc_fast.kernels.sample_blocks import sample_blocks
+    from sagc_fast.kernels.sample_filtered import sample_filtered
+    from sagc_fast.kernels.sample_pick import sample_pick
+    from sagc_fast.kernels.silu_mul import silu_mul
+    from sagc_fast.kernels.silu_mul_backward import silu_mul_backward
+    from sagc_fast.kernels.token_logprobs import token_logprobs
+    from sagc_fast.kernels.token_logprobs_backward import token_logprobs_backward
+    from sagc_fast.kernels.varlen_backward_kv import varlen_backward_kv
+    from sagc_fast.kernels.varlen_backward_q import varlen_backward_q
+    from sagc_fast.kernels.varlen_forward import varlen_forward
+
+    heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    num_tokens, num_rows = 256, 8
+
+    def zeros(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=of, device=device)
+
+    def integers(rows: list, of: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(rows, dtype=of, device=device)
+
+    qkv = zeros(num_tokens, heads + 2 * kv_heads, width)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    # A prompt of 128 tokens with a completion of 128; its keys' gradients come in two slots.
+    tiles, own = integers([[0, 128, 0, 0], [128, 256, 0, 128]]), integers([0] * 128 + [128] * 128)
+    items = integers(
+        [[128, 256, 128, 256, 0, 0, -1, 0], [0, 128, 0, 128, 128, 192, 0, 0], [0, 128, 0, 0, 192, 256, 1, 0]]
+    )
+    q = q.contiguous()
+    out, lse = varlen_forward(q, k, v, tiles, own, 0.1)
+    _, delta = varlen_backward_q(q, k, v, out, out, lse, tiles, own, 0.1)
+    grad_k, grad_v, slots = varlen_backward_kv(q, k, v, out, lse, delta, items, 2, own, 0.1)
+    reduce_kv(slots, grad_k, grad_v, integers([[0, 128, 0, 2]]))
+
+    # Two siblings that decode over a shared block, and a prefill chunk.
+    caches = [zeros(16, kv_heads, page, width) for _ in "kv"]
+    table, places = zeros(num_rows, width // 2, of=torch.float32), zeros(num_rows, of=torch.int64)
+    rope_cache(qkv[:num_rows, :heads], k[:num_rows], v[:num_rows], table, table, places, *caches, places)
+    cu, context, blocks = integers([0, 1, 2, 34]), integers([20, 20, 32]), integers([[0, 1], [0, 2], [3, 4]])
+    shared, runs = integers([page, page, 0]), integers([0, 0, 2])
+    paged_prefill(q, *caches, out, cu, context, blocks, 32, 0.1, min_queries=2)
+    part, part_lse = zeros(3, heads, 4, width, of=torch.float32), zeros(3, heads, 4, of=torch.float32)
+    group_decode(q, *caches, part, part_lse, cu, shared, runs, blocks, 2, 0.1)
+    paged_decode(q, *caches, part, part_lse, cu, context, shared, blocks, 2, 2, 0.1)
+    merge_splits(part, part_lse, out, cu, shared, 2)
+
+    angles = zeros(num_tokens, width // 2, of=torch.float32)
+    rotary_merge(*rotary_split(qkv.flatten(1), angles, angles, heads, kv_heads), angles, angles)
+
+    x, weight = zeros(num_rows, shape.hidden_size), zeros(shape.hidden_size)
+    for residual in (None, x):
+        normed, total, rstd = rms_norm(x, weight, 1e-6, residual)
+        rms_norm_backward(total, weight, rstd, normed, residual)
+    gate_up = zeros(num_rows, 2 * shape.intermediate_size)
+    silu_mul_backward(gate_up, silu_mul(gate_up))
+
+    row_keys = tuple(zeros(num_rows, of=torch.int64) for _ in range(4))
+    ones = zeros(num_rows, of=torch.float32) + 1
+    for logits_dtype in {dtype, torch.float32}:
+        logits = zeros(num_rows, shape.vocab_size, of=logits_dtype)
+        for noise in (uniforms(*row_keys), None):
+            sample_pick(logits, ones, sample_blocks(logits, ones), noise, row_keys)
+            sample_filtered(logits, ones, row_keys[0], ones, ones - 1, noise, row_keys)
+    int32 = [zeros(*size, of=torch.int32) for size in ((8,), (1,), (8, 4), (8,), (8,))]
+    table = (*int32[:2], zeros(8, of=torch.bool), zeros(8, of=torch.int64), *int32[2:])
+    sizes = [(8,), (1,), (8,), (8,), (8,), (9,), (8, 4), (8,), (8,)]
+    packed = [zeros(*size, of=torch.int64 if i in (2, 3) else torch.int32) for i, size in enumerate(sizes)]
+    pack_decode_rows(table, tuple(packed), page, 0)
+
+    logits = zeros(num_rows, shape.vocab_size)
+    logp, entropy, lse = (zeros(num_rows, of=torch.float32) for _ in "pel")
+    token_logprobs(logits, row_keys[0], 1.0, logp, entropy, lse)
+    token_logprobs_backward(logits, row_keys[0], 1.0, lse, entropy, logp, logp)
+    grpo = {"is_cispo": False, "clip_low": 0.2, "clip_high": 0.2}
+    kl = {"kl_beta": 0.01, "kl_estimator": 3, "rollout_is": 1, "is_cap": 2.0}
+    policy_loss(logp, logp, ones, row_keys[0], ones, None, entropy, None, None, **grpo)
+    policy_loss(logp, logp, ones, row_keys[0], ones, None, entropy, logp, logp, **grpo, **kl)

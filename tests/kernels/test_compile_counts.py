@@ -1,0 +1,99 @@
+"""Run-time lengths are not compiled in: what launchers would compile stays the same whatever the lengths.
+
+Launches are written down on the meta device, with Triton's rules of specialisation (an integer that is 1, or a multiple
+of 16), in a process of its own, since this one may run the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import torch
+from sagc_fast.kernels.compile_ahead import recording
+from sagc_fast.ops import triton_ops, triton_varlen
+from sagc_fast.ops.layouts import PackedLayout, PagedLayout
+from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
+
+HEADS, KV, D, E, V = 6, 2, 64, 384, 4096
+
+
+def empty(*size, dtype=torch.bfloat16, grad=False):
+    return torch.empty(size, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def training(prompt, completions):
+    spans, place = [], prompt
+    for n in completions:
+        spans.append((place, n))
+        place += n
+    T = place
+    layout = PackedLayout(empty(T, dtype=torch.int64), ((0, prompt),), (tuple(spans),))
+    x = empty(T, E, grad=True)
+    normed, total = triton_ops.add_rms_norm(triton_ops.rms_norm(x, empty(E), 1e-6), x, empty(E), 1e-6)
+    qkv = empty(T, (HEADS + 2 * KV) * D, grad=True)
+    q, k, v = triton_ops.rotary_split(qkv, *empty(2, T, D // 2, dtype=torch.float32), HEADS, KV)
+    out = triton_varlen.varlen_attention(q, k, v, layout, 0.1)
+    gated = triton_ops.silu_mul(empty(T, 2 * 512, grad=True))
+    logp, entropy = triton_ops.token_logprobs(total, empty(V, E, grad=True), empty(T, dtype=torch.int64), 0.9)
+    (out.sum() + gated.sum() + normed.sum() + logp.sum() + entropy.sum()).backward()
+
+
+def rollout(contexts, queries):
+    S, T = len(contexts), sum(queries)
+    int32 = {"dtype": torch.int32}
+    columns = -(-max(contexts) // 16)
+    long = empty(T, dtype=torch.int64)
+    layout = PagedLayout(long, empty(S + 1, **int32), empty(S, **int32), empty(S, columns, **int32), long,
+        long, empty(S, **int32), empty(S, **int32), max(queries), max(contexts))
+    caches = empty(64, KV, 16, D), empty(64, KV, 16, D)
+    q, k, v = empty(T, HEADS + 2 * KV, D).split((HEADS, KV, KV), 1)
+    q = triton_ops.rope_and_cache(q, k, v, *empty(2, 5000, D // 2, dtype=torch.float32), long, *caches, long)
+    triton_ops.paged_attention(q, *caches, layout, 0.1)
+    keys = tuple(empty(S, dtype=torch.int64) for _ in range(4))
+    logits, temperature = empty(S, V), empty(S, dtype=torch.float32)
+    triton_ops.sample_keyed_tokens(logits, keys, temperature)
+    triton_ops.sample_keyed_tokens(logits, keys, temperature, keys[0], temperature, temperature)
+    table = DecodeTable(empty(S, **int32), empty(1, **int32), empty(S, dtype=torch.bool), empty(S, dtype=torch.int64),
+        empty(S, columns, **int32), empty(S, **int32), empty(S, **int32))
+    triton_ops.pack_decode_rows(table, PackedRows.empty(S, columns, "meta"), 16, 3 * S)
+
+
+STEPS = {
+    training: [(5, (3, 9)), (1, (1,)), (16, (16, 32)), (33, (1, 700, 40)), (4096, (17,)), (2, (0, 15))],
+    rollout: [((20, 37), (1, 1)), ((1,), (1,)), ((16, 16, 16), (1, 1, 1)), ((2048,) * 48, (1,) * 48),
+              ((4001,) * 5, (1,) * 4 + (16,)), ((600, 31), (33, 1)), ((77,) * 129, (1,) * 129)],
+}
+for step, cases in STEPS.items():
+    seen = {}
+    for case in cases:
+        with recording() as found:
+            step(*case)
+        first = {launch.name for launch in found} - set(seen)
+        for launch in found:
+            known = seen.setdefault(launch.name, set())
+            if launch.name not in first and launch not in known:
+                print(step.__name__, case, launch.title, "aligned:", *launch.aligned)
+            known.add(launch)
+    print(step.__name__, "launched", *sorted(seen))
+"""
+
+
+def test_compilations_do_not_grow_with_lengths() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["training", "launched"], ["rollout", "launched"]], done.stdout
+    launched = set(" ".join(lines).split())
+    assert launched >= {
+        "varlen_forward",
+        "varlen_backward_kv",
+        "rotary",
+        "token_logprobs_backward",
+        "rms_norm_backward",
+    }
+    assert launched >= {"paged_decode", "group_decode", "merge_splits", "paged_prefill", "sample_pick", "rope_cache"}
+    assert launched >= {"sample_filtered", "pack_decode_rows"}
