@@ -4,7 +4,7 @@
     python bench/profile_rollout.py M bf16 --prompts 4 --group-size 8
 
 Runs the workload of `sagc-fast bench rollout` on one thread twice: as it is, and operator by operator with a timer
-around each (a native decoder does a whole step in two calls, in which nothing can be told apart). Prints shares of the
+around each (a native decoder does whole steps in a call, in which nothing can be told apart). Prints shares of the
 second run and ends with one JSON line. The figures in docs/performance.md come from here.
 """
 

@@ -104,8 +104,8 @@ class StepPlan:
         the runner returns them: those of a row side by side."""
         if num_steps == 1:
             return self.sample_slots, self.sample_offsets
-        num_rows = self.decode_slots.size
-        return np.repeat(self.decode_slots, num_steps), np.tile(np.arange(num_steps), num_rows)
+        slots = np.repeat(self.decode_slots, num_steps)
+        return slots, np.arange(slots.size) % num_steps
 
 
 class Scheduler:
