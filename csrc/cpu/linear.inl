@@ -44,7 +44,7 @@ int64_t range_size(int64_t K) {
 }
 
 // Fetches the next panel into the L2 cache, some lines per tile of the present one, so that weights that come from memory
-// arrive while there is still arithmetic to do. One or two rows have none to hide it behind: the hardware streams better.
+// arrive while there is still arithmetic to do.
 struct Prefetch {
   const char *at = nullptr, *end = nullptr;
   int64_t lines_per_tile = 0;

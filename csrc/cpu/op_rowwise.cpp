@@ -11,7 +11,7 @@ void run_rms_norm(const RmsNormArgs& args, int64_t rows) {
 }
 
 void run_silu_mul(const SiluMulArgs& args, int64_t rows) {
-  parallel(rows, 4 * kFlopsPerElement * rows * args.F, [&](int64_t b, int64_t e) { kernels().silu_mul(args, b, e); });
+  parallel(rows, 2 * kFlopsPerElement * rows * args.F, [&](int64_t b, int64_t e) { kernels().silu_mul(args, b, e); });
 }
 
 void run_rope_and_cache(const RopeArgs& args, int64_t tokens) {
@@ -137,7 +137,7 @@ std::tuple<Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& uni
                   V,
                   static_cast<int64_t*>(token.mutable_data_ptr()),
                   static_cast<float*>(logprob.mutable_data_ptr())};
-  parallel(R, 6 * kFlopsPerElement * R * V, [&](int64_t b, int64_t e) { kernels().sample(args, b, e); });
+  parallel(R, 2 * kFlopsPerElement * R * V, [&](int64_t b, int64_t e) { kernels().sample(args, b, e); });
   check_sampled(args.logprob, R);
   return {token, logprob};
 }

@@ -4,6 +4,9 @@
 // is used up, the caller waits only for helpers that are inside a range. So a helper that the operating system has put aside
 // (a busy neighbour, a sleeping core) costs its help and nothing else, where a fork-join pool would stand still. Helpers spin
 // for some microseconds, the distance between two operations of a step, and then sleep; waking one is one system call.
+//
+// Helpers keep off the CPU that the caller runs on. Without that Linux, when no CPU is idle, likes to wake a helper on the CPU
+// of the caller, and the two then take turns there for good: two threads were slower than one beside a busy neighbour.
 #include "threads.h"
 
 #include <pthread.h>
@@ -39,6 +42,7 @@ class Pool {
   bool run(int workers, int64_t items, int64_t grain, void (*f)(void*, int, int64_t, int64_t), void* context) {
     if (busy_.exchange(true, std::memory_order_acquire)) return false;
     start_helpers(workers - 1);
+    keep_helpers_off_this_cpu();
     f_ = f, context_ = context, items_ = items, grain_ = grain, workers_ = workers;
     next_.store(0, std::memory_order_relaxed);
     const uint64_t job = ++num_jobs_;
@@ -57,6 +61,7 @@ class Pool {
     std::atomic<bool> is_asleep{false};
     std::mutex mutex;
     std::condition_variable woken;
+    pthread_t thread{};
 
     void wake() {
       if (!is_asleep.load() || !is_asleep.exchange(false)) return;
@@ -68,8 +73,25 @@ class Pool {
   void start_helpers(int count) {
     for (; num_helpers_ < count; num_helpers_++) {
       helpers_[num_helpers_].reset(new Helper());
-      std::thread([this, index = num_helpers_] { help(index); }).detach();
+      std::thread thread([this, index = num_helpers_] { help(index); });
+      helpers_[num_helpers_]->thread = thread.native_handle();
+      thread.detach();
+      avoided_cpu_ = -1;
     }
+  }
+
+  // System calls only when the caller has moved since the last job, which is rare. Helpers get the CPUs that the caller may
+  // use, so a process confined later (taskset) takes them along; when there is but one, or the system refuses, all stays.
+  void keep_helpers_off_this_cpu() {
+#if defined(__linux__)
+    const int cpu = sched_getcpu();
+    if (cpu < 0 || cpu == avoided_cpu_) return;
+    avoided_cpu_ = cpu;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    if (CPU_COUNT(&allowed) > 1) CPU_CLR(cpu, &allowed);
+    for (int i = 0; i < num_helpers_; i++) pthread_setaffinity_np(helpers_[i]->thread, sizeof allowed, &allowed);
+#endif
   }
 
   // Ranges get smaller towards the end, so that nobody is left with much when the counter is used up.
@@ -126,6 +148,7 @@ class Pool {
 
   uint64_t num_jobs_ = 0;
   int num_helpers_ = 0;
+  int avoided_cpu_ = -1;
   std::unique_ptr<Helper> helpers_[kMaxWorkers];
   std::atomic<bool> busy_{false};
   alignas(64) std::atomic<int64_t> next_{0};

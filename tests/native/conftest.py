@@ -25,9 +25,10 @@ collect_ignore_glob = [] if _native else ["test_ops_*.py"]
 def native(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The module of native operators, set to one instruction set after the other."""
     module = importlib.import_module("sagc_fast.ops.native")
+    before = module.cpu_level()
     module.set_cpu_level(request.param)
     yield module
-    module.set_cpu_level("auto")
+    module.set_cpu_level(before)
 
 
 @pytest.fixture(autouse=True)
