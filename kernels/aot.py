@@ -2,12 +2,12 @@
 
     python -m sagc_fast.kernels.aot                     the table: every kernel and configuration, sm_80 and sm_90
     python -m sagc_fast.kernels.aot --only decode --arch 90
-    python -m sagc_fast.kernels.aot --update tests/kernels/resources.json        compile what the file does not know yet
-    python -m sagc_fast.kernels.aot --check tests/kernels/resources.json         is the file that of these kernels?
+    python -m sagc_fast.kernels.aot --known tests/kernels/resources.json       compile only what the file does not know
+    python -m sagc_fast.kernels.aot --update tests/kernels/resources.json      the same, and write it into the file
 
 What the launchers would launch is written down and compiled (compile_ahead), so the table cannot drift from the code.
-Compiling everything takes minutes, so the whole table is kept in a file: each line carries a hash of all that its
-machine code depends on, so a line that no longer belongs to the kernels is found without compiling.
+Compiling everything takes minutes, so the table can be kept in a file: each line carries a hash of all that its machine
+code depends on, and only lines of today's kernels and of this Triton are believed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,9 @@ import torch
 import triton
 from sagc_fast.kernels.compile_ahead import ARCHITECTURES, HEADER, Launch, Usage, compile_launch, recording, usage_of
 from sagc_fast.kernels.launch_all import SHAPES, Shape, launch_all
+
+Place = tuple[int, str]
+"""(architecture, key of a launch)."""
 
 
 def launches(shape: Shape, dtype: torch.dtype = torch.bfloat16, first: bool = False) -> list[Launch]:
@@ -53,11 +56,11 @@ def wanted_launches(models: Iterable[str] = SHAPES, first: bool = False) -> dict
     return {launch.key: launch for model in models for launch in launches(SHAPES[model], first=first)}
 
 
-def read_table(path: Path) -> tuple[str, dict[tuple[int, str], Line]]:
-    """(Triton's version, lines by architecture and key) of a file that write_table wrote."""
+def read_table(path: Path) -> dict[Place, Line]:
+    """Lines of a file that write_table wrote; none when it is of another Triton."""
     content = json.loads(path.read_text())
     lines = [Line(**{**row, "usage": Usage(**row["usage"])}) for row in content["kernels"]]
-    return content["triton"], {(line.architecture, line.key): line for line in lines}
+    return {(line.architecture, line.key): line for line in lines} if content["triton"] == triton.__version__ else {}
 
 
 def write_table(path: Path, lines: Iterable[Line]) -> None:
@@ -66,39 +69,28 @@ def write_table(path: Path, lines: Iterable[Line]) -> None:
     path.write_text(f'{{"triton": "{triton.__version__}", "kernels": [\n  {text}\n]}}\n')
 
 
-def update_table(path: Path, num_processes: int) -> list[Line]:
-    """Compile what the file lacks, drop what no longer belongs to it, write it, return its lines."""
-    version, known = read_table(path) if path.exists() else ("", {})
-    known = known if version == triton.__version__ else {}
-    wanted = [(architecture, key) for key in wanted_launches() for architecture in ARCHITECTURES]
-    known = {place: line for place, line in known.items() if place in wanted}
+def compiled(launches: dict[str, Launch], places: list[Place], num_processes: int) -> Iterator[Line]:
+    """The lines of ``places``, in their order. Other processes are started only for more than a few."""
+    if num_processes == 1 or len(places) <= 4:
+        yield from (_compile_line(launches[key], architecture) for architecture, key in places)
+        return
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for line in pool.map(_compile_line, [place for place in wanted if place not in known]):
-            print(line, flush=True)
-            known[line.architecture, line.key] = line
-            write_table(path, known.values())
-    write_table(path, known.values())
-    return list(known.values())
+        yield from pool.map(_compile_place, places)
 
 
 @functools.cache
 def _all_launches() -> dict[str, Launch]:
+    """Of a worker process: a launch itself cannot be sent to one."""
     return wanted_launches()
 
 
-def _compile_line(place: tuple[int, str]) -> Line:
+def _compile_place(place: Place) -> Line:
     architecture, key = place
-    launch = _all_launches()[key]
-    return Line(architecture, key, launch.title, usage_of(compile_launch(launch, architecture), architecture))
+    return _compile_line(_all_launches()[key], architecture)
 
 
-def stale_lines(path: Path) -> list[str]:
-    """What the file lacks and what it holds too much, one sentence each; nothing when it is that of these kernels."""
-    _, known = read_table(path)
-    launches_by_key = wanted_launches()
-    wanted = {(architecture, key) for key in launches_by_key for architecture in ARCHITECTURES}
-    missing = [f"sm_{arch} {launches_by_key[key].title} is not in it" for arch, key in sorted(wanted - set(known))]
-    return missing + [f"sm_{arch} {known[arch, key].title} is of an older source" for arch, key in set(known) - wanted]
+def _compile_line(launch: Launch, architecture: int) -> Line:
+    return Line(architecture, launch.key, launch.title, usage_of(compile_launch(launch, architecture), architecture))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,31 +99,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all three")
     parser.add_argument("--first", action="store_true", help="only the first configuration of a tuned kernel")
     parser.add_argument("--only", metavar="WORD", nargs="+", default=[""], help="kernels whose name holds a WORD")
-    parser.add_argument("--update", metavar="FILE", type=Path, help="bring a file with the whole table up to date")
-    parser.add_argument("--check", metavar="FILE", type=Path, help="print such a file and say what in it is stale")
-    parser.add_argument("--processes", type=int, default=2, help="that compile at a time for --update; default: 2")
+    parser.add_argument("--known", metavar="FILE", type=Path, help="a kept table; what it knows is not compiled")
+    parser.add_argument("--update", metavar="FILE", type=Path, help="the same, and keep this table there")
+    parser.add_argument("--processes", type=int, default=2, help="that compile at a time; default: 2")
     options = parser.parse_args(arguments)
+    file = options.update or options.known
+    known = read_table(file) if file and file.exists() else {}
+    wanted = {
+        key: launch
+        for key, launch in wanted_launches(options.model or SHAPES, options.first).items()
+        if any(word in launch.name for word in options.only)
+    }
+    places = [(architecture, key) for key in wanted for architecture in options.arch or ARCHITECTURES]
+    unknown = [place for place in places if place not in known]
+    print(f"{HEADER} (Triton {triton.__version__})")
+    lines = [known[place] for place in places if place in known]
+    print(*lines, sep="\n", end="\n" if lines else "")
+    for line in compiled(wanted, unknown, options.processes):
+        lines.append(line)
+        print(line, flush=True)
+        if options.update:
+            write_table(options.update, lines)
     if options.update:
-        lines = update_table(options.update, options.processes)
-        return _verdict([line.usage.fits(line.architecture) for line in lines])
-    print(f"{HEADER} (Triton {triton.__version__ if options.check is None else read_table(options.check)[0]})")
-    if options.check:
-        lines = list(read_table(options.check)[1].values())
-        print(*lines, *(stale := stale_lines(options.check)), sep="\n")
-        return 1 if stale else _verdict([line.usage.fits(line.architecture) for line in lines])
-    found = []
-    for launch in wanted_launches(options.model or SHAPES, options.first).values():
-        if any(word in launch.name for word in options.only):
-            for architecture in options.arch or ARCHITECTURES:
-                usage = usage_of(compile_launch(launch, architecture), architecture)
-                found.append(usage.fits(architecture))
-                print(usage.line(architecture, launch.title), flush=True)
-    return _verdict(found)
-
-
-def _verdict(fits: list[bool]) -> int:
-    print(f"{fits.count(False)} of {len(fits)} spill or exceed shared memory.")
-    return 1 if False in fits else 0
+        write_table(options.update, lines)
+    elif options.known and unknown:
+        print(f"{len(unknown)} of these are not in {options.known}; --update would put them there.")
+    num_bad = sum(not line.usage.fits(line.architecture) for line in lines)
+    print(f"{num_bad} of {len(lines)} spill or exceed shared memory.")
+    return 1 if num_bad else 0
 
 
 if __name__ == "__main__":
