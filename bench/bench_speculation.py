@@ -8,8 +8,9 @@ code         a chat model that edits functions, 4 requests x 4, temperature 0.7 
 random       an untrained 8M-parameter Llama: text without any pattern, 8 prompts x 16, forced lognormal lengths
 tiny-random  the same of the addition policy's size, where a step is cheapest and every microsecond of the host shows
 
-Seconds are CPU seconds of one thread. "tail": from the moment the rollout without drafts has spent 80% of its time (the
-token count it had reached then) to its end. A gain is seconds without over seconds with, median over pairs.
+Seconds are CPU seconds of one thread. "tail": the last 20% of the time of a rollout without drafts, against the seconds
+that a rollout takes from the same state (drafts begin only there). A gain is seconds without over seconds with, median
+over pairs. ``--recall`` lets calls draft from the last call's completions of the same prompt, too.
 Tokens and log-probs are compared, too. Ends with one JSON line.
 """
 
@@ -33,6 +34,7 @@ from sagc_fast import RolloutEngine, SamplingParams
 from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.loader import load_model, load_tokenizer, random_model
 from sagc_fast.rollout.call import Call
+from sagc_fast.rollout.speculation import Drafts, Speculator, no_drafts
 from sagc_fast.tasks.addition import AdditionTask, model_folder
 from sagc_fast.types import Group
 
@@ -79,74 +81,94 @@ def main() -> int:
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="default: all but code")
     parser.add_argument("--mode", choices=("auto", "fixed"), default="auto")
     parser.add_argument("--repeat", type=int, default=5, help="pairs of rollouts, each pair with its own seed")
+    parser.add_argument("--recall", type=float, default=0.0, metavar="MB", help="draft_recall_mb of the engine")
     parser.add_argument("--code-model", default="models/SmolLM2-135M-Instruct", metavar="DIR")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = {}
     for name in args.workloads or ["addition", "random", "tiny-random"]:
-        results[name] = compare(WORKLOADS[name](args), args.mode, args.repeat)
+        results[name] = compare(WORKLOADS[name](args), args.mode, args.repeat, args.recall)
         print(f"{name:12} " + "  ".join(f"{key} {value}" for key, value in results[name].items()), flush=True)
-    print(json.dumps({"bench": "speculation", "mode": args.mode, "dtype": args.dtype, **results}))
+    print(
+        json.dumps({"bench": "speculation", "mode": args.mode, "dtype": args.dtype, "recall": args.recall, **results})
+    )
     return 0 if all(result["is_identical"] for result in results.values()) else 1
 
 
-def compare(workload: Workload, mode: str, repeat: int) -> dict[str, Any]:
+def compare(workload: Workload, mode: str, repeat: int, recall_mb: float) -> dict[str, Any]:
     """Medians over pairs; the first pair warms up and teaches the step cost."""
+    kinds = {"off": "off", "on": mode, "late": mode}
     engines = {
-        name: RolloutEngine(workload.model, workload.tokenizer, threads=1, speculation=name) for name in ("off", mode)
+        name: RolloutEngine(
+            workload.model, workload.tokenizer, threads=1, speculation=kind, draft_recall_mb=recall_mb * (kind != "off")
+        )
+        for name, kind in kinds.items()
     }
-    pairs = []
+    trials = []
     for seed in range(repeat + 1):
-        order = ("off", mode) if seed % 2 else (mode, "off")
-        runs = {name: rollout(engines[name], workload, seed) for name in order}
-        pairs.append((runs["off"], runs[mode]))
-    is_identical = all(texts(a) == texts(b) for a, b in pairs) if workload.model.dtype == torch.float32 else None
-    pairs = pairs[1:]
-    drafted = sum(b.stats.num_draft_tokens for _, b in pairs)
-    accepted = sum(b.stats.num_accepted_tokens for _, b in pairs)
+        off = rollout(engines["off"], workload, seed)
+        begin = bisect_left(off.seconds, TAIL * off.seconds[-1])
+        runs = {"off": off}
+        for name in ("on", "late") if seed % 2 else ("late", "on"):
+            runs[name] = rollout(engines[name], workload, seed, off.tokens[begin] if name == "late" else 0)
+        if seed % 2:  # turns: without drafts first and last
+            runs["off"] = rollout(engines["off"], workload, seed)
+        trials.append(runs)
+    is_fp32 = workload.model.dtype == torch.float32
+    is_identical = all(texts(r["off"]) == texts(r["on"]) == texts(r["late"]) for r in trials) if is_fp32 else None
+    trials = trials[1:]
+    drafted = sum(r["on"].stats.num_draft_tokens for r in trials)
+    accepted = sum(r["on"].stats.num_accepted_tokens for r in trials)
 
     def median(values: list[float]) -> float:
         return round(statistics.median(values), 3)
 
     return {
-        "gain": median([a.seconds[-1] / b.seconds[-1] for a, b in pairs]),
-        "tail_gain": median([tail_seconds(a, a) / tail_seconds(a, b) for a, b in pairs]),
-        "seconds": median([b.seconds[-1] for _, b in pairs]),
-        "steps_off": median([a.stats.num_steps for a, _ in pairs]),
-        "steps": median([b.stats.num_steps for _, b in pairs]),
-        "draft_tokens": drafted // len(pairs),
+        "gain": median([r["off"].seconds[-1] / r["on"].seconds[-1] for r in trials]),
+        "tail_gain": median([tail_gain(r["off"], r["late"]) for r in trials]),
+        "tail_gains": [round(tail_gain(r["off"], r["late"]), 2) for r in trials],
+        "seconds": median([r["on"].seconds[-1] for r in trials]),
+        "steps_off": median([r["off"].stats.num_steps for r in trials]),
+        "steps": median([r["on"].stats.num_steps for r in trials]),
+        "draft_tokens": drafted // len(trials),
         "accepted": round(accepted / drafted, 3) if drafted else None,
-        "fixed_tokens": round(pairs[-1][1].fixed_tokens, 1),
+        "fixed_tokens": round(trials[-1]["on"].fixed_tokens, 1),
         "is_identical": is_identical,
     }
 
 
-def rollout(engine: RolloutEngine, workload: Workload, seed: int) -> Run:
-    """One call, its steps timed by this thread's CPU clock."""
+def rollout(engine: RolloutEngine, workload: Workload, seed: int, first_draft_at: int = 0) -> Run:
+    """One call, its plans timed by this thread's CPU clock; no drafts before ``first_draft_at`` tokens are there."""
     seconds, tokens = [], []
-    step = Call._step
+    run_plan, propose = Call._run_plan, Speculator.propose
 
-    def timed(call: Call, index: int) -> list[Group]:
-        complete = step(call, index)
+    def timed(call: Call, *args: Any, **kwargs: Any) -> list[Group]:
+        complete = run_plan(call, *args, **kwargs)
         seconds.append(time.thread_time() - started)
         stats = call._recorder
         tokens.append(sum(stats.active_rows) + stats.num_accepted_tokens)
         return complete
 
-    Call._step = timed
+    def later(speculator: Speculator, slots: Any, *args: Any) -> Drafts:
+        if tokens and tokens[-1] >= first_draft_at:
+            return propose(speculator, slots, *args)
+        return no_drafts(slots.size)
+
+    Call._run_plan, Speculator.propose = timed, later
     try:
         started = time.thread_time()
         groups = engine.generate(workload.prompts, workload.group_size, workload.params(seed))
     finally:
-        Call._step = step
+        Call._run_plan, Speculator.propose = run_plan, propose
     return Run(groups, seconds, tokens, engine.stats, engine._speculation.cost.fixed_tokens)
 
 
-def tail_seconds(base: Run, run: Run) -> float:
-    """Seconds that ``run`` takes from the token count at which ``base`` has spent 80% of its time."""
-    begin = base.tokens[bisect_left(base.seconds, TAIL * base.seconds[-1])]
-    return run.seconds[-1] - run.seconds[bisect_left(run.tokens, begin)]
+def tail_gain(off: Run, late: Run) -> float:
+    """Seconds of the last 20% without drafts over those with, both from the first plan that had as many tokens."""
+    begin = off.tokens[bisect_left(off.seconds, TAIL * off.seconds[-1])]
+    tails = [run.seconds[-1] - run.seconds[bisect_left(run.tokens, begin)] for run in (off, late)]
+    return tails[0] / tails[1]
 
 
 def texts(run: Run) -> list[tuple]:

@@ -23,6 +23,7 @@ from sagc_fast.errors import SagcError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; ``argv`` excludes the program's name and defaults to sys.argv."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: spinning threads starve neighbours
     parser = build_parser(find_commands())
     args = parser.parse_args(argv)
     if args.command is None:

@@ -195,7 +195,9 @@ class Call:
         )
         if num_drafted:
             self._recorder.add_drafts(num_drafted, drawn.slots.size - num_rows, num_rows, cost)
-        if not plan.chunks:
+        if num_drafted and not plan.chunks:
+            cost.observe_drafts(plan.num_decode_tokens, num_rows, seconds)
+        elif not plan.chunks:
             for _ in range(result.num_steps):
                 cost.observe(plan.num_decode_tokens, seconds / result.num_steps)
 

@@ -3,14 +3,14 @@
 The texts are the prompt, its completions, finished or still growing, and those of an earlier call. A :class:`Cursor`
 follows a text; each token that it takes is first compared with what the cursor expected (so that the hit rate is known
 before anything is drafted), then indexed, then looked up: the newest place where the last 8, 4 or 2 tokens stood before
-is where the text may go on. A match that holds grows with every token; a newer place takes over unless the match is
-longer than the run that found it.
+is where the text may go on; where there is none, the newest place of the last token. A match that holds grows with each
+token; a newer place takes over unless the match is longer than the run that found it.
 
 Runs of 2, 4 and 8 tokens are known by name: a run of 2n is the pair of the names of its halves (prefix doubling; Karp,
-Miller and Rosenberg 1972, "Rapid identification of repeated patterns"). A token thus costs at most three dictionary
+Miller and Rosenberg 1972, "Rapid identification of repeated patterns"). A token thus costs at most four dictionary
 look-ups whatever the length of the text, names never collide, and nothing is ever rescanned. A run is named once its
-second half has been seen before, so that text which never repeats costs a single look-up (ours). An index that has
-taken in ``max_tokens`` forgets them and begins anew with the texts as they go on.
+second half has been seen before, so that text which never repeats costs two look-ups (ours). An index that has taken in
+``max_tokens`` forgets them and begins anew with the texts as they go on.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ class HitRates:
         """Whether enough of the tokens read had been expected for reading more."""
         return self.num_hits >= LEAST_HITS * max(self.num_read, 1)
 
-    def of_length(self, match_length: int) -> float:
-        """Posterior mean under a uniform prior; 0.5 before anything was seen."""
-        level = min(match_length.bit_length(), NUM_LEVELS)
-        return (self.hits[level] + 1) / (self.trials[level] + 2)
+    def by_level(self) -> list[float]:
+        """[NUM_LEVELS + 1], of level 0 nothing. Posterior means under a uniform prior; 0.5 before anything was seen."""
+        return [(hits + 1) / (trials + 2) for hits, trials in zip(self.hits, self.trials, strict=True)]
 
     def fade(self, level: int) -> None:
         self.hits[level] //= 2
@@ -83,6 +82,8 @@ class DraftIndex:
         """Of these, how many had been expected."""
         self.max_tokens = max_tokens
         self.trial_tokens = trial_tokens
+        self.ones: dict[int, tuple[list[int], int]] = {}
+        """Token -> what followed its newest occurrence: (text, place)."""
         self.twos: dict[tuple[int, int], _Run] = {}
         self.pairs: dict[tuple[_Run, _Run], _Run] = {}
         """Fours and eights by their halves."""
@@ -99,6 +100,7 @@ class DraftIndex:
 
     def forget(self) -> None:
         """Drop all runs; matches that go on are not broken."""
+        self.ones.clear()
         self.twos.clear()
         self.pairs.clear()
         self.num_tokens = 0
@@ -131,7 +133,7 @@ class Cursor:
         """The text goes on with these tokens."""
         # One loop without calls: this is all that drafting costs on text that cannot be drafted.
         index, text, rates = self._index, self.text, self._index.rates
-        twos, pairs = index.twos, index.pairs
+        ones, twos, pairs = index.ones, index.twos, index.pairs
         hits, trials = rates.hits, rates.trials
         last, length, source, place = self._last, self.match_length, self.source, self.place
         two, two_1, four, four_1, four_2, four_3, eight = self._runs
@@ -161,6 +163,7 @@ class Cursor:
                     four.source, four.place = text, here
                     if eight is not None:
                         eight.source, eight.place = text, here
+            ones[last] = text, here
             text.append(token)
             here += 1
 
@@ -189,6 +192,9 @@ class Cursor:
                 source, place, length = four.source, four.place, max(length, 4)
             elif length <= 2 and two is not None and two.source is not None:
                 source, place, length = two.source, two.place, max(length, 2)
+            elif not length and token in ones:
+                source, place = ones[token]
+                length = 1
         self._last, self.match_length, self.source, self.place = last, length, source, place
         self._runs = (two, two_1, four, four_1, four_2, four_3, eight)
         index.num_read += here - begin

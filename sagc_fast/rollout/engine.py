@@ -18,7 +18,7 @@ from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 from sagc_fast.rollout.lengths import LengthHistory
 from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, check_request
 from sagc_fast.rollout.speculation import SPECULATION_MODES, Speculation, SpeculationMode
-from sagc_fast.rollout.step_cost import roofline_fixed_tokens
+from sagc_fast.rollout.step_cost import roofline
 from sagc_fast.rollout.stop import Detokenizer
 from sagc_fast.types import Group, RolloutStats, SamplingParams
 
@@ -92,7 +92,7 @@ class RolloutEngine:
         """Of the last call that finished."""
         self.lengths = LengthHistory()
         """Lengths per prompt seen so far; guides the order of admission, never the tokens."""
-        self._speculation = Speculation(speculation, _fixed_tokens(model), int(draft_recall_mb * BYTES_PER_MB))
+        self._speculation = Speculation(speculation, *_roofline(model), int(draft_recall_mb * BYTES_PER_MB))
         self._kv: KVCache | None = None
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._lock = threading.Lock()
@@ -251,10 +251,11 @@ def _torch_threads(threads: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _fixed_tokens(model: Any) -> float:
-    """Tokens that cost as much as a step without any; a stand-in without weights costs the host's work alone."""
+def _roofline(model: Any) -> tuple[float, float]:
+    """Tokens that cost as much as a step's fixed part, and its seconds; a stand-in without weights costs the host's
+    work alone."""
     weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    return roofline_fixed_tokens(sum(w.numel() for w in weights), sum(w.numel() * w.element_size() for w in weights))
+    return roofline(sum(w.numel() for w in weights), sum(w.numel() * w.element_size() for w in weights))
 
 
 def _is_number(value: Any) -> bool:

@@ -6,42 +6,53 @@ the text before it turned out as drafted. So the tokens and log-probs are those 
 temperature, and no rejection sampling is needed (compare Leviathan et al. 2023, arXiv:2211.17192, where the noise is
 fresh; drafts from earlier text as in prompt lookup decoding and SuffixDecoding, arXiv:2411.04975).
 
-What pays. With ``R`` rows and steps of ``a + b n`` seconds, ``F = a / b``, a row's token costs ``(F + R) / R`` in units
-of ``b``. If ``k`` drafted tokens in each row bring ``E`` more, it costs ``(F + R (1 + k)) / (R (1 + E))``. One more
-draft, accepted with probability ``p``, lowers that as long as ``p (F + R (1 + k)) > R (1 + E)``. ``p`` is the product
-of the hit rates that :mod:`drafts` keeps by match length, so that drafts grow where they are accepted and shrink where
-they are not, for every sequence by itself. Hit rates are learnt from tokens that nobody drafted, too: text that cannot
-be foreseen is never drafted, it only costs the look-up, and that is done ever more rarely and on less of the text.
+What pays. A step of ``n`` tokens costs in proportion to ``c(n) = sqrt(F^2 + n^2)`` (:mod:`step_cost`). With ``R`` rows
+and ``m`` drafted tokens, of which ``E`` are expected to count, a token of output costs ``(h + c(R + m)) / (R + E)``,
+with ``h`` for the host's work; ``m`` is where that is least. The chance of a draft is the product of the hit rates that
+:mod:`drafts` keeps by match length, over the drafts of its row up to it, and the most probable drafts of all rows come
+first: so the best ``m`` are a prefix of the sorted chances, and rows whose text can be foreseen get more than others.
+While ``n`` is well below ``F`` a token is nearly free, and even an unlikely draft pays. Hit rates are learnt from
+tokens that nobody drafted, too: text that cannot be foreseen is never drafted, it only costs the look-up, and that is
+done ever more rarely and on less of the text.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sagc_fast.rollout.drafts import Cursor, DraftIndex, HitRates
+from sagc_fast.rollout.drafts import NUM_LEVELS, Cursor, DraftIndex, HitRates
 from sagc_fast.rollout.recall import CompletionRecall
 from sagc_fast.rollout.rows import RowTable, Slots
 from sagc_fast.rollout.sequence import PromptGroup
 from sagc_fast.rollout.step_cost import StepCost
 
-MARGIN = 1.25
-"""A draft must promise so many times its cost (ours): the host's work for it is not in the cost model."""
-ROWS_PER_FIXED_TOKEN = 1.0
-"""Nothing is looked up while more than ``F`` rows are live (ours): half of a step's cost is then its tokens' own."""
+MARGIN = 1.05
+"""Drafts must make a token of output cheaper by this factor (ours): chances are estimates."""
 MOST_DRAFTED = 32
 """Longest draft of a row in tokens (ours)."""
+LOOK_SECONDS = 25e-6
+"""What a look at a row's newest tokens takes (measured on an AMD EPYC, Zen 4)."""
+LOOK_SHARE = 0.01
+"""Share of a step that looks in vain may cost (ours)."""
 LONGEST_PAUSE = 31
-"""Most steps without a look-up after steps in which nothing was worth drafting (ours)."""
+"""Most steps without a look while text has been foreseeable in this call (ours)."""
 HOPELESS_TOKENS = 256
 """Completion tokens read in a call, hardly any of them expected, after which other prompts get no trial (ours)."""
 NEWEST_TOKENS = 16
 """What is read of a text whose group has given no reason to read more (ours)."""
 MOST_INDEXED, LEAST_INDEXED = 1 << 17, 1 << 11
 """Tokens that the indices of a call take in together, and one at least (ours; a token takes some 250 bytes)."""
+
+LEAST_CHANCE = 1 / 64
+"""Less likely drafts are not considered (ours)."""
+_PLACES = np.arange(MOST_DRAFTED)
+_LEVEL_OF = np.array([min(n.bit_length(), NUM_LEVELS) for n in range(1 << (NUM_LEVELS - 1) | 1)])
+"""Level of a match length; longer ones are in the last."""
 
 SpeculationMode = Literal["auto", "fixed", "off"]
 SPECULATION_MODES: tuple[SpeculationMode, ...] = ("auto", "fixed", "off")
@@ -55,8 +66,10 @@ class Speculation:
     ``recall_bytes`` above 0 keeps each prompt's completions for the next call that has it.
     """
 
-    def __init__(self, mode: SpeculationMode, fixed_tokens: float, recall_bytes: int = 0) -> None:
+    def __init__(self, mode: SpeculationMode, fixed_tokens: float, step_seconds: float, recall_bytes: int = 0) -> None:
         self.is_on = mode != "off"
+        self.step_seconds, self.fixed_tokens = step_seconds, fixed_tokens
+        """First estimates, which no clock changes: what a step costs at least, and how many tokens cost as much."""
         self.cost = StepCost(fixed_tokens, is_learnt=mode == "auto")
         self.recall = CompletionRecall(recall_bytes) if self.is_on and recall_bytes else None
 
@@ -108,52 +121,71 @@ class Speculator:
         self._rows = rows
         self._cost = speculation.cost
         self._recall = speculation.recall
+        self._most_rows = most_rows(speculation.fixed_tokens, speculation.step_seconds)
+        self._prior_token_seconds = speculation.step_seconds / speculation.fixed_tokens
+        self._looks_per_row = LOOK_SECONDS / (LOOK_SHARE * speculation.step_seconds)
         self._rates = HitRates()
         self._pause = 0
         self._next_pause = 1
-        self._num_rows = 0
-        self._worth: dict[int, int] = {}
 
     def propose(self, slots: Slots, most: NDArray[np.int64], budget: int) -> Drafts:
         """Drafts for the decode rows ``slots``: at most ``most`` [D] tokens each, ``budget`` together."""
         num_rows = slots.size
-        if not num_rows or num_rows > ROWS_PER_FIXED_TOKEN * self._cost.fixed_tokens:
+        if not num_rows or not self._is_tail(num_rows):
             return no_drafts(num_rows)
         if self._pause:
             self._pause -= 1
             return no_drafts(num_rows)
-        self._num_rows, self._worth = num_rows, {}
-        lengths = [0] * num_rows
-        tokens: list[int] = []
         outputs = self._rows.num_output[slots]
-        newest = self._rows.last_token[slots]
-        columns = (slots.tolist(), outputs.tolist(), newest.tolist(), most.tolist())
-        for row, (slot, num_output, token, limit) in enumerate(zip(*columns, strict=True)):
-            cursor = self._up_to_date(slot, num_output, token)
-            if cursor.match_length:
-                drafted = cursor.draft(min(self._worthwhile(cursor.match_length), limit, budget))
-                lengths[row] = len(drafted)
-                budget -= len(drafted)
-                tokens += drafted
-        self._pause = 0 if tokens else self._next_pause
-        self._next_pause = 1 if tokens else min(2 * self._next_pause + 1, LONGEST_PAUSE)
-        return Drafts(np.array(lengths, dtype=np.int64), np.array(tokens, dtype=np.int64))
+        columns = (slots.tolist(), outputs.tolist(), self._rows.last_token[slots].tolist())
+        cursors = [self._up_to_date(*row, num_rows) for row in zip(*columns, strict=True)]
+        match_lengths = np.array([cursor.match_length for cursor in cursors])
+        lengths = worthwhile(
+            match_lengths, most, budget, self._rates, self._cost.fixed_tokens, self._host_tokens(num_rows)
+        )
+        tokens: list[int] = []
+        for row in np.flatnonzero(lengths).tolist():
+            drafted = cursors[row].draft(int(lengths[row]))
+            lengths[row] = len(drafted)
+            tokens += drafted
+        self._plan_pause(num_rows, is_drafting=bool(tokens))
+        return Drafts(lengths, np.array(tokens, dtype=np.int64))
+
+    def _host_tokens(self, num_rows: int) -> float:
+        """What the host's work for drafts costs, in tokens."""
+        is_learnt = self._cost.is_learnt and self._cost.seconds_per_token
+        token_seconds = self._cost.seconds_per_token if is_learnt else self._prior_token_seconds
+        return self._cost.draft_seconds(num_rows) / token_seconds
+
+    def _is_tail(self, num_rows: int) -> bool:
+        return num_rows <= min(self._most_rows, self._cost.fixed_tokens)
+
+    def _plan_pause(self, num_rows: int, is_drafting: bool) -> None:
+        """No look for ever more steps when looks were in vain, up to where they cost next to nothing."""
+        if is_drafting:
+            self._pause, self._next_pause = 0, 1
+            return
+        longest = int(num_rows * self._looks_per_row)
+        if self._rates.is_promising:
+            longest = min(longest, LONGEST_PAUSE)
+        self._pause = min(self._next_pause, longest)
+        self._next_pause = 2 * self._pause + 1
 
     def num_quiet_steps(self, num_rows: int) -> int | None:
         """For how many steps with these rows :meth:`propose` is sure to propose nothing, so that it need not be asked
         (see :meth:`skip`); None: as long as there are so many rows."""
-        return None if num_rows > ROWS_PER_FIXED_TOKEN * self._cost.fixed_tokens else self._pause
+        return self._pause if self._is_tail(num_rows) else None
 
     def skip(self, num_steps: int) -> None:
         """So many of these steps are done, and :meth:`propose` has not been asked."""
         self._pause = max(0, self._pause - num_steps)
 
-    def _up_to_date(self, slot: int, num_output: int, newest_token: int) -> Cursor:
+    def _up_to_date(self, slot: int, num_output: int, newest_token: int, num_rows: int) -> Cursor:
         """The cursor of the sequence in ``slot``, all its ``num_output`` tokens read."""
         sequence = self._rows.sequences[slot]
         cursor = sequence.cursor
         if cursor is None:
-            cursor = sequence.cursor = self._index(sequence.group).new_text()
+            cursor = sequence.cursor = self._index(sequence.group, num_rows).new_text()
         num_new = num_output - len(cursor.text)
         if num_new == 1:
             cursor.extend((newest_token,))
@@ -165,19 +197,10 @@ class Speculator:
             cursor.extend(new)
         return cursor
 
-    def _worthwhile(self, match_length: int) -> int:
-        """How many tokens to draft behind a match; looked up after the first time in a step."""
-        known = self._worth.get(match_length)
-        if known is None:
-            known = self._worth[match_length] = worthwhile(
-                match_length, self._rates, self._num_rows, self._cost.fixed_tokens
-            )
-        return known
-
-    def _index(self, group: PromptGroup) -> DraftIndex:
+    def _index(self, group: PromptGroup, num_rows: int) -> DraftIndex:
         """The group's index; made when it is first asked for, of all that has been written by then."""
         if group.drafts is None:
-            max_tokens = max(LEAST_INDEXED, MOST_INDEXED // self._num_rows)  # no more groups are live than rows
+            max_tokens = max(LEAST_INDEXED, MOST_INDEXED // num_rows)  # no more groups are live than rows
             if self._rates.num_read >= HOPELESS_TOKENS and not self._rates.is_promising:
                 group.drafts = DraftIndex((), self._rates, max_tokens, trial_tokens=0)
             else:
@@ -190,15 +213,44 @@ class Speculator:
         return group.drafts
 
 
-def worthwhile(match_length: int, rates: HitRates, num_rows: int, fixed_tokens: float) -> int:
-    """How many tokens to draft behind a match of that length (see the top of this file)."""
-    accepted, expected, drafted = 1.0, 0.0, 0
-    cost = fixed_tokens + num_rows
-    while drafted < MOST_DRAFTED:
-        accepted *= rates.of_length(match_length + drafted)
-        if accepted * cost <= MARGIN * num_rows * (1.0 + expected):
-            break
-        drafted += 1
-        expected += accepted
-        cost += num_rows
-    return drafted
+def most_rows(fixed_tokens: float, step_seconds: float) -> int:
+    """Rows up to which text is looked at, by first estimates: ``F``, as beyond it only drafts likelier than not could
+    pay, and fewer where the host's work for drafts would outweigh the step (ours)."""
+    host = StepCost(fixed_tokens, is_learnt=False)
+    rows = 0
+    while rows < fixed_tokens and host.draft_seconds(rows + 1) <= step_seconds * math.hypot(
+        1, (rows + 1) / fixed_tokens
+    ):
+        rows += 1
+    return rows
+
+
+def worthwhile(
+    match_lengths: NDArray[np.int64],
+    most: NDArray[np.int64],
+    budget: int,
+    rates: HitRates,
+    fixed_tokens: float,
+    host_tokens: float = 0.0,
+) -> NDArray[np.int64]:
+    """How many tokens to draft for each row (see the top of this file): [R], at most ``most`` [R] each, ``budget``
+    together. ``match_lengths`` [R]: 0 where nothing is expected. ``host_tokens``: the host's work, in tokens."""
+    num_rows = match_lengths.size
+    lengths = np.zeros(num_rows, dtype=np.int64)
+    matched = np.flatnonzero((match_lengths > 0) & (most > 0))
+    if not matched.size or budget <= 0:
+        return lengths
+    grown = np.minimum(match_lengths[matched, None] + _PLACES, _LEVEL_OF.size - 1)
+    chances = np.cumprod(np.array(rates.by_level())[_LEVEL_OF[grown]], axis=1)
+    chances[most[matched, None] <= _PLACES] = 0.0
+    ranked = np.sort(chances[chances >= LEAST_CHANCE])[::-1][:budget]
+    if not ranked.size:
+        return lengths
+    expected = num_rows + np.cumsum(ranked)
+    value = expected / (host_tokens + np.hypot(fixed_tokens, num_rows + np.arange(1, ranked.size + 1)))
+    best = int(np.argmax(value))
+    if value[best] <= MARGIN * num_rows / math.hypot(fixed_tokens, num_rows):
+        return lengths
+    lengths[matched] = (chances >= ranked[best]).sum(axis=1)
+    before = np.cumsum(lengths) - lengths  # equal chances at the edge of the budget: the first rows get it
+    return np.clip(budget - before, 0, lengths)

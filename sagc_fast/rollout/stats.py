@@ -58,7 +58,8 @@ class StatsRecorder:
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         self.num_steps_saved += num_steps
-        self.draft_gain_seconds += num_steps * cost.seconds(num_rows) - num_drafted * cost.seconds_per_token
+        without = cost.seconds(num_rows)
+        self.draft_gain_seconds += num_steps * without - (cost.seconds(num_rows + num_drafted) - without)
 
     def result(
         self,

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagc_fast.rollout.drafts import LEAST_HITS, MEMORY_TRIALS, TRIAL_TOKENS, DraftIndex, HitRates
+from sagc_fast.rollout.speculation import _LEVEL_OF
 
 TEXT = st.lists(st.integers(0, 2), max_size=40)
 
@@ -15,19 +16,19 @@ def index_of(prompt=(-1,), max_tokens=10_000):
     return DraftIndex(prompt, HitRates(), max_tokens)
 
 
-def newest_continuation(prompt, stream, streams):
-    """What followed the newest earlier occurrence of the stream's last two tokens, in reading order; else None."""
+def newest_continuation(prompt, stream, streams, length):
+    """What followed the newest earlier occurrence of the stream's last ``length`` tokens, in reading order; or None."""
     continuation = None
-    for text, begin in [(prompt, 2), *((text, max(2, len(prompt))) for text in [*streams, stream])]:
+    for text, begin in [(prompt, length), *((text, max(length, len(prompt))) for text in [*streams, stream])]:
         for at in range(begin, len(text)):
-            if text[at - 2 : at] == stream[-2:]:
+            if text[at - length : at] == stream[-length:]:
                 continuation = text[at]
     return continuation
 
 
 @given(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=40), texts=st.lists(TEXT, max_size=5))
 @settings(max_examples=80, deadline=None)
-def test_something_is_expected_exactly_where_the_last_two_tokens_have_stood_before(prompt, texts):
+def test_something_is_expected_exactly_where_the_last_token_has_stood_before(prompt, texts):
     """And what is expected follows a true match: its tokens are those that the text ends with."""
     index = index_of(prompt)
     streams, owners = [], {}
@@ -37,13 +38,13 @@ def test_something_is_expected_exactly_where_the_last_two_tokens_have_stood_befo
         for count, token in enumerate(text, start=1):
             cursor.extend([token])
             stream = [*prompt, *text[:count]]
-            expected = newest_continuation(prompt, stream, streams)
-            assert (cursor.match_length > 0) == (expected is not None)
+            one, two = (newest_continuation(prompt, stream, streams, length) for length in (1, 2))
+            assert (cursor.match_length > 0) == (one is not None)
+            assert (cursor.match_length > 1) >= (two is not None)
             if not cursor.match_length:
                 continue
-            assert cursor.match_length >= 2
-            if cursor.match_length == 2:
-                assert cursor.draft(1) == [expected]
+            if cursor.match_length == 2 and two is not None:
+                assert cursor.draft(1) == [two]
             is_of_prompt = id(cursor.source) not in owners
             before = [*([] if is_of_prompt else prompt), *cursor.source[: cursor.place]]
             assert stream[-cursor.match_length :] == before[-cursor.match_length :]
@@ -140,14 +141,18 @@ def test_an_index_without_hits_is_found_out_and_one_with_hits_is_not():
     assert index.is_promising
 
 
+def rate(rates, match_length):
+    return rates.by_level()[_LEVEL_OF[min(match_length, _LEVEL_OF.size - 1)]]
+
+
 def test_hit_rates_are_kept_by_match_length_and_fade():
     rates = HitRates()
-    assert rates.of_length(5) == 0.5
+    assert rate(rates, 5) == 0.5
     rates.trials[3], rates.hits[3] = 8, 7
-    assert rates.of_length(4) == rates.of_length(7) == pytest.approx(0.8)
-    assert rates.of_length(8) == 0.5
-    assert rates.of_length(32) == rates.of_length(10_000)
+    assert rate(rates, 4) == rate(rates, 7) == pytest.approx(0.8)
+    assert rate(rates, 8) == 0.5
+    assert rate(rates, 32) == rate(rates, 10_000)
     index = DraftIndex([], rates, 10_000)
     index.new_text().extend([1, 2, 3] * 2000)
     assert max(rates.trials) < MEMORY_TRIALS
-    assert rates.of_length(100) > 0.99
+    assert rate(rates, 100) > 0.99

@@ -8,12 +8,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from sagc_fast.rollout import call
+from sagc_fast.rollout import call, step_cost
 from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.types import SamplingParams
 
 CONTEXT = 40
 SETTINGS = ("block_size", "max_num_seqs", "max_batch_tokens", "speculation", "draft_recall_mb")
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """The stand-ins have steps of microseconds, in which drafts would not pay for the host's work."""
+    monkeypatch.setattr(step_cost, "DRAFT_SECONDS", 1e-9)
+    monkeypatch.setattr(step_cost, "DRAFT_SECONDS_PER_ROW", 0.0)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +12,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sagc_fast.errors import ConfigError
-from sagc_fast.rollout import speculation
+from sagc_fast.rollout import speculation, step_cost
 from sagc_fast.rollout.drafts import HitRates
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.rollout.speculation import Drafts, num_accepted, worthwhile
 from sagc_fast.types import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """The stand-ins have steps of microseconds, in which drafts would not pay for the host's work."""
+    monkeypatch.setattr(step_cost, "DRAFT_SECONDS", 1e-9)
+    monkeypatch.setattr(step_cost, "DRAFT_SECONDS_PER_ROW", 0.0)
+
 
 # ---- which drafts count ----------------------------------------------------------------------------------------------
 
@@ -52,26 +61,81 @@ def rates_of(probability):
     return rates
 
 
-@pytest.mark.parametrize("probability", [0.3, 0.6, 0.9, 0.97])
+def drafted(match_lengths, rates, fixed_tokens, most=100, budget=1000):
+    lengths = np.array(match_lengths)
+    return worthwhile(lengths, np.full(lengths.size, most), budget, rates, fixed_tokens).tolist()
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.3, 0.6, 0.9, 0.97])
 @pytest.mark.parametrize(("num_rows", "fixed_tokens"), [(1, 12), (4, 12), (10, 12), (3, 60), (30, 60)])
 def test_the_draft_length_is_the_one_with_the_cheapest_tokens(monkeypatch, probability, num_rows, fixed_tokens):
     monkeypatch.setattr(speculation, "MARGIN", 1.0)
 
     def cost_per_token(drafted):
         accepted = sum(probability**i for i in range(1, drafted + 1))
-        return (fixed_tokens + num_rows * (1 + drafted)) / (num_rows * (1 + accepted))
+        return np.hypot(fixed_tokens, num_rows * (1 + drafted)) / (num_rows * (1 + accepted))
 
     best = min(range(speculation.MOST_DRAFTED + 1), key=cost_per_token)
-    chosen = worthwhile(8, rates_of(probability), num_rows, fixed_tokens)
-    assert cost_per_token(chosen) == pytest.approx(cost_per_token(best), rel=1e-3)
+    chosen = drafted([8] * num_rows, rates_of(probability), fixed_tokens)
+    assert len(set(chosen)) == 1
+    assert cost_per_token(chosen[0]) == pytest.approx(cost_per_token(best), rel=1e-2)
+
+
+@given(
+    rates=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=7, max_size=7),
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
+    fixed_tokens=st.floats(0.5, 40),
+    budget=st.integers(0, 12),
+)
+def test_no_other_choice_of_drafts_is_cheaper(rates, rows, fixed_tokens, budget):
+    """Against every choice of up to 6 drafts a row, each a prefix."""
+    hits = HitRates()
+    hits.hits, hits.trials = [a for a, _ in rates], [a + b for a, b in rates]
+    matches = np.array([match for match, _ in rows])
+    most = np.array([min(limit, 6) for _, limit in rows])
+
+    def cheapness(lengths):
+        expected = 0.0
+        for match, length in zip(matches.tolist(), lengths, strict=True):
+            chance = 1.0
+            for place in range(length):
+                level = min((match + place).bit_length(), 6)
+                chance *= (hits.hits[level] + 1) / (hits.trials[level] + 2)
+                expected += chance
+        return (len(rows) + expected) / np.hypot(fixed_tokens, len(rows) + sum(lengths))
+
+    chosen = worthwhile(matches, most, budget, hits, fixed_tokens).tolist()
+    assert sum(chosen) <= budget
+    assert all(n <= limit and (n == 0 or match) for n, limit, match in zip(chosen, most, matches, strict=True))
+    allowed = [range(limit + 1 if match else 1) for limit, match in zip(most.tolist(), matches, strict=True)]
+    best = max(cheapness(c) for c in itertools.product(*allowed) if sum(c) <= budget)
+    assert cheapness(chosen) >= best / speculation.MARGIN * 0.99
 
 
 def test_drafts_grow_with_acceptance_and_with_the_step_s_own_cost_and_shrink_with_rows():
-    lengths = [worthwhile(4, rates_of(p), 4, 12) for p in (0.05, 0.5, 0.8, 0.95)]
+    lengths = [drafted([4] * 4, rates_of(p), 12)[0] for p in (0.01, 0.5, 0.8, 0.95)]
     assert lengths == sorted(lengths)
     assert lengths[0] == 0 < lengths[1] < lengths[-1]
-    assert worthwhile(4, rates_of(0.8), 2, 12) > worthwhile(4, rates_of(0.8), 8, 12)
-    assert worthwhile(4, rates_of(0.8), 4, 60) > worthwhile(4, rates_of(0.8), 4, 12)
+    assert drafted([4] * 2, rates_of(0.8), 12)[0] > drafted([4] * 8, rates_of(0.8), 12)[0]
+    assert drafted([4] * 4, rates_of(0.8), 60)[0] > drafted([4] * 4, rates_of(0.8), 12)[0]
+
+
+def test_small_models_look_at_fewer_rows_and_none_where_the_host_would_do_all_the_work(monkeypatch):
+    monkeypatch.setattr(step_cost, "DRAFT_SECONDS", 200e-6)
+    monkeypatch.setattr(step_cost, "DRAFT_SECONDS_PER_ROW", 15e-6)
+    assert speculation.most_rows(45, 330e-6) == 9
+    assert speculation.most_rows(12, 2.4e-3) == 12
+    assert speculation.most_rows(45, 100e-6) == 0
+
+
+def test_rows_that_can_be_foreseen_get_the_drafts():
+    rates = HitRates()
+    rates.trials = [1000] * len(rates.trials)
+    rates.hits = [0, 100, 200, 300, 900, 950, 990]
+    lengths = drafted([40, 2, 0, 9], rates, 16)
+    assert lengths[0] > lengths[3] > lengths[1] >= lengths[2] == 0
+    assert sum(drafted([40, 2, 0, 9], rates, 16, budget=5)) == 5
+    assert max(drafted([40, 2, 0, 9], rates, 16, most=3)) == 3
 
 
 # ---- losslessness with real models -----------------------------------------------------------------------------------

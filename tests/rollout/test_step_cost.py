@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from sagc_fast.rollout.step_cost import MOST_FIXED_TOKENS, StepCost, roofline_fixed_tokens
+from sagc_fast.rollout.step_cost import MOST_FIXED_TOKENS, StepCost, roofline
 
 
 def observe(cost, a, b, steps, noise=0.2, seed=0):
     rng = random.Random(seed)
     for _ in range(steps):
         tokens = rng.randint(1, 40)
-        cost.observe(tokens, (a + b * tokens) * rng.uniform(1 - noise, 1 + noise))
+        cost.observe(tokens, math.hypot(a, b * tokens) * rng.uniform(1 - noise, 1 + noise))
 
 
 @pytest.mark.parametrize("prior", [3.0, 20.0, 100.0])
@@ -21,7 +22,7 @@ def test_the_ratio_is_found_from_any_first_estimate(prior):
     cost = StepCost(prior)
     observe(cost, a=4e-3, b=2e-4, steps=600)
     assert cost.fixed_tokens == pytest.approx(20, rel=0.4)
-    assert cost.seconds(10) == pytest.approx(4e-3 + 2e-3, rel=0.1)
+    assert cost.seconds(10) == pytest.approx(math.hypot(4e-3, 2e-3), rel=0.1)
 
 
 def test_steps_of_one_size_leave_the_first_estimate_alone():
@@ -67,7 +68,16 @@ def test_extremes_stay_within_bounds_and_large_steps_are_left_out():
 
 def test_the_roofline_of_known_models():
     """100 thousand parameters are bound by the host, 8 million by both, 494 million in bf16 by arithmetic."""
-    assert roofline_fixed_tokens(0, 0) == pytest.approx(60)
-    assert 40 < roofline_fixed_tokens(100_000, 400_000) < 60
-    assert 8 < roofline_fixed_tokens(8_000_000, 32_000_000) < 20
-    assert 3 < roofline_fixed_tokens(494_000_000, 988_000_000) < 12
+    assert roofline(0, 0)[0] == pytest.approx(60)
+    assert 40 < roofline(100_000, 400_000)[0] < 60
+    assert 8 < roofline(8_000_000, 32_000_000)[0] < 20
+    assert 3 < roofline(494_000_000, 988_000_000)[0] < 12
+
+
+def test_the_host_s_work_for_drafts_is_learnt_and_a_fixed_estimate_is_not():
+    for is_learnt, expected in ((True, 1e-3), (False, StepCost(20.0).draft_seconds(4))):
+        cost = StepCost(20.0, is_learnt)
+        observe(cost, a=4e-3, b=2e-4, steps=600, noise=0)
+        for _ in range(300):
+            cost.observe_drafts(12, num_rows=4, seconds=cost.seconds(12) + 1e-3)
+        assert cost.draft_seconds(4) == pytest.approx(expected, rel=0.05)
