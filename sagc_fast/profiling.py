@@ -25,8 +25,8 @@ P, R = ParamSpec("P"), TypeVar("R")
 NVTX_VARIABLE = "SAGC_NVTX"
 WINDOW_VARIABLE = "SAGC_NVTX_STEPS"
 """SKIP:COUNT with SAGC_NVTX=1: the CUDA profiler is started after SKIP optimizer steps and stopped COUNT later."""
-PREFIX = "sagc/"
-"""Before every name in a trace, to find ours among torch's."""
+PREFIX = "sagc:"
+"""Before every name in a trace, to find ours among torch's. No slash: Nsight Compute reads one as nesting."""
 STEP = "step"
 """The range of one optimizer step; windows are counted in it."""
 

@@ -68,8 +68,8 @@ def test_a_window_of_steps_switches_the_profiler_on_and_off():
         for _ in range(6):
             work(0)
             run_step()
-    step = ["sagc/step", "sagc/work", "sagc/inner"]
-    assert events == ["start", *step, "sagc/work", "sagc/inner", *step, "stop"]
+    step = ["sagc:step", "sagc:work", "sagc:inner"]
+    assert events == ["start", *step, "sagc:work", "sagc:inner", *step, "stop"]
     assert recorder.root.children[STEP].calls == 2
 
 
@@ -94,7 +94,7 @@ sys.modules["nvtx"] = types.SimpleNamespace(annotate=annotate)
 from sagc_fast.profiling import annotate, ranged
 with annotate("outer"):
     ranged("inner")(lambda: None)()
-assert seen == ["sagc/outer", "sagc/inner"], seen
+assert seen == ["sagc:outer", "sagc:inner"], seen
 """
     environment = os.environ | {"SAGC_NVTX": "1"}
     environment.pop("SAGC_NVTX_STEPS", None)
@@ -103,7 +103,7 @@ assert seen == ["sagc/outer", "sagc/inner"], seen
 
 def test_without_any_nvtx_ranges_stay_silent(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
-    with profiling.nvtx_mark()("sagc/x"):
+    with profiling.nvtx_mark()("sagc:x"):
         pass
 
 
@@ -131,7 +131,7 @@ def test_the_profile_of_a_training_run_names_its_phases_and_leaves_a_trace(train
     assert calls["step/rollout/engine step/forward"] > 10
     assert calls["step/update/backward"] >= 1
     trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
-    assert sum(event.get("name") == "sagc/step" and event.get("ph") == "X" for event in trace["traceEvents"]) == 2
+    assert sum(event.get("name") == "sagc:step" and event.get("ph") == "X" for event in trace["traceEvents"]) == 2
 
 
 def test_a_run_shorter_than_the_window_says_so(train, tmp_path, capsys):

@@ -24,6 +24,7 @@ from sagc_fast import ops
 from sagc_fast.algo.config import CISPO, DAPO, DR_GRPO, GRPO, GSPO, LossConfig
 from sagc_fast.errors import ConfigError
 from sagc_fast.ops import policy_loss as fused
+from sagc_fast.profiling import ranged
 
 __all__ = [
     "CISPO", "DAPO", "DR_GRPO", "GRPO", "GSPO", "LossConfig", "LossMetrics", "LossOutput",
@@ -182,6 +183,7 @@ def policy_loss(
     return LossOutput(loss, metrics)
 
 
+@ranged("loss")
 def linear_policy_loss(
     hidden_NE: torch.Tensor,
     lm_head_VE: torch.Tensor,

@@ -19,6 +19,7 @@ from sagc_fast import ops
 from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.rope import rope_tables
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
+from sagc_fast.profiling import ranged
 
 if TYPE_CHECKING:
     from sagc_fast.model.lora import Adapters
@@ -68,6 +69,7 @@ class DecoderLayer(nn.Module):
         qkv = qkv_TX.view(qkv_TX.shape[0], -1, config.head_dim)
         return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
 
+    @ranged("dense")
     def project(self, name: str, x_TX: torch.Tensor) -> torch.Tensor:
         """The product with the matrix ``name`` and its bias, in training."""
         weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")

@@ -27,6 +27,7 @@ from sagc_fast.ops.backend import (
 from sagc_fast.ops.decoder import BoundRows, Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
+from sagc_fast.profiling import ranged
 
 __all__ = [
     "BoundRows",
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 
+@ranged("dense")
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """See :func:`sagc_fast.ops.reference.linear`."""
     if resolve("linear", x_TK.device.type, x_TK.dtype) == "native":
@@ -63,6 +65,7 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     return reference.linear(x_TK, weight_NK, bias_N)
 
 
+@ranged("norm")
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """See :func:`sagc_fast.ops.reference.rms_norm`."""
     backend = resolve("rms_norm", x_TE.device.type, x_TE.dtype)
@@ -73,6 +76,7 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Te
     return reference.rms_norm(x_TE, weight_E, eps)
 
 
+@ranged("norm")
 def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +89,7 @@ def add_rms_norm(
     return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
 
+@ranged("gate")
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """See :func:`sagc_fast.ops.reference.silu_mul`."""
     backend = resolve("silu_mul", gate_up_T2F.device.type, gate_up_T2F.dtype)
@@ -95,6 +100,7 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return reference.silu_mul(gate_up_T2F)
 
 
+@ranged("rope")
 def rotary_split(
     qkv_TX: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,6 +113,7 @@ def rotary_split(
     return reference.rotary_split(qkv_TX, cos_TD2, sin_TD2, num_heads, num_kv_heads)
 
 
+@ranged("rope")
 def rope_and_cache(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
@@ -128,6 +135,7 @@ def rope_and_cache(
     return reference.rope_and_cache(*arguments)
 
 
+@ranged("attention")
 def paged_attention(
     q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: PagedLayout, scale: float
 ) -> torch.Tensor:
@@ -149,6 +157,7 @@ def _resolve_with_cache(op: str, q_THD: torch.Tensor, k_cache: torch.Tensor) -> 
     return backend if backend == resolve(op, device, k_cache.dtype) else "torch"
 
 
+@ranged("attention")
 def varlen_attention(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: PackedLayout, scale: float
 ) -> torch.Tensor:
@@ -163,6 +172,7 @@ def varlen_attention(
     return varlen.varlen_attention(q_THD, k_TKD, v_TKD, layout, scale)
 
 
+@ranged("log-probs")
 def token_logprobs(
     hidden_NE: torch.Tensor,
     lm_head_VE: torch.Tensor,
@@ -178,6 +188,7 @@ def token_logprobs(
     return logprobs.token_logprobs(hidden_NE, lm_head_VE, targets_N, temperature, chunk, rows)
 
 
+@ranged("draw")
 def sample_tokens(
     logits_RV: torch.Tensor,
     uniform_R: torch.Tensor,
@@ -195,6 +206,7 @@ def sample_tokens(
     return sampling.sample_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
 
 
+@ranged("draw")
 def sample_keyed_tokens(
     logits_RV: torch.Tensor,
     keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
@@ -220,6 +232,7 @@ def sample_keyed_tokens(
     return sample_tokens(logits_RV, noise.uniforms(*keys), temperature_R, top_k_R, top_p_R, min_p_R)
 
 
+@ranged("batch rows")
 def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
     """See :func:`sagc_fast.ops.pack_rows.pack_decode_rows`."""
     backend = resolve("pack_decode_rows", out.rows_R.device.type, torch.int32)

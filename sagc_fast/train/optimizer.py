@@ -100,7 +100,8 @@ class PolicyOptimizer:
                 moments = {k: torch.empty_like(master) for k in ("exp_avg", "exp_avg_sq")}
                 for key, moment in moments.items():
                     _copy(moment, tensors[f"{key}.{name}"], name)
-                self._adamw.state[master] = {"step": torch.tensor(float(num_updates)), **moments}
+                step = torch.tensor(float(num_updates), device=master.device)  # the fused step reads it on the device
+                self._adamw.state[master] = {"step": step, **moments}
         self._round_into_parameters()
 
     @torch.no_grad()

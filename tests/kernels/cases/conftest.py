@@ -30,5 +30,6 @@ def device() -> torch.device:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not IS_INTERPRETED:
-        for item in items:
-            item.add_marker(pytest.mark.gpu)
+        for item in items:  # those of the whole session: only this folder's are meant
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.gpu)

@@ -1,0 +1,146 @@
+"""The driver of bench/gpu_check.sh: parts are isolated, ended in time and summed up; a rehearsal of the cheap ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+GOOD = """
+from gpu.report import part, row
+with part() as outcome:
+    row("speed", 5.0, "GB/s", ceiling=10.0, target="gap", ratio=0.01)
+    row("more", None, beside="not there")
+"""
+FAILING = """
+from gpu.report import part, row
+with part() as outcome:
+    with outcome.section("one"):
+        raise ValueError("no such thing")
+    row("behind it", 2.0)
+"""
+HANGING = """
+import subprocess, sys, time
+from gpu.report import part, row
+with part():
+    row("before", 1.0, target="decode", ratio=1.5)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid, flush=True)
+    time.sleep(600)
+"""
+DYING = "import os; os.kill(os.getpid(), 9)"
+
+
+@pytest.fixture
+def driver(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu import driver
+
+    return driver
+
+
+@pytest.fixture
+def parts(driver: ModuleType, tmp_path: Path, monkeypatch):
+    """Stand-ins as modules, and the environment to run them in."""
+    for name, source in {"good": GOOD, "failing": FAILING, "hanging": HANGING, "dying": DYING}.items():
+        (tmp_path / f"stand_in_{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT / 'bench'}")
+
+    def make(*names: str, limit: float = 60.0) -> list:
+        return [driver.Part(name, (f"stand_in_{name}",), limit) for name in names]
+
+    return make
+
+
+def test_a_part_that_fails_or_dies_hides_no_other(driver: ModuleType, parts, tmp_path: Path, capsys) -> None:
+    records = driver.run(parts("failing", "dying", "good"), tmp_path / "out", 300.0, dict(os.environ))
+    failing, dying, good = records
+    assert [r["status"] for r in records] == ["failed", "failed", "ok"]
+    assert failing["error"] == "one: no such thing (exit 1)"
+    assert [row["what"] for row in failing["rows"]] == ["one", "behind it"]
+    assert "failed: ValueError: no such thing" in failing["rows"][0]["beside"]
+    assert dying["error"].endswith("(signal 9)")
+    assert good["rows"][0]["share"] == 0.5
+    assert driver.summarize(records, tmp_path / "out", False, 3.0) == 2
+    out = capsys.readouterr().out.splitlines()
+    brief = json.loads(out[-1])
+    assert brief["failed"] == ["failing", "dying"]
+    assert brief["targets"]["gap"] == "met"
+    assert brief["targets"]["prefill"] == "not measured"
+    whole = json.loads((tmp_path / "out/gpu_check.json").read_text())
+    assert [part["part"] for part in whole["parts"]] == ["failing", "dying", "good"]
+    assert (tmp_path / "out/gpu_check.txt").read_text().strip() in "\n".join(out)
+
+
+def test_a_part_that_hangs_is_ended_with_its_children_and_keeps_its_rows(
+    driver: ModuleType, parts, tmp_path: Path
+) -> None:
+    (part,) = parts("hanging", limit=6.0)
+    record = driver.run_part(part, tmp_path / "out", 6.0, dict(os.environ))
+    assert record["status"] == "out of time"
+    assert record["error"].startswith("ended after 6 s, in ")
+    assert "stand_in_hanging.py" in record["error"]
+    assert [row["what"] for row in record["rows"]] == ["before"]
+    log = (tmp_path / "out/logs/hanging.txt").read_text()
+    child = int(next(line for line in log.splitlines() if line.startswith("child ")).split()[1])
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    (missed,) = [t for t in driver.targets_of([record], False) if t["name"] == "decode"]
+    assert (missed["status"], missed["measured"]) == ("missed", 1.5)
+    assert {t["status"] for t in driver.targets_of([record], True)} == {"not measured"}
+
+
+def test_what_the_budget_does_not_cover_is_left_out_aloud(driver: ModuleType, parts, tmp_path: Path) -> None:
+    records = driver.run(parts("good", "dying"), tmp_path / "out", 1.0, dict(os.environ))
+    assert [r["status"] for r in records] == ["left out", "left out"]
+    assert "budget of 1 s" in driver.render(
+        {"parts": records, "targets": driver.targets_of(records, False), "failed": ["good", "dying"], "seconds": 0.0,
+         "is_rehearsal": False}
+    )  # fmt: skip
+
+
+def test_every_part_is_a_module_with_a_limit_and_all_fit_a_command_of_ten_minutes(driver: ModuleType) -> None:
+    for part in driver.PARTS:
+        assert (ROOT / "bench" / f"{part.arguments[0].replace('.', '/')}.py").is_file()
+    assert driver.BUDGET_SECONDS <= 480
+    assert max(part.limit_seconds for part in driver.PARTS) < driver.BUDGET_SECONDS / 2
+
+
+def test_busy_time_is_the_union_of_the_kernels(driver: ModuleType) -> None:
+    from gpu.profiled import union_seconds
+
+    assert union_seconds([]) == 0
+    assert union_seconds([(0, 10), (5, 20), (40, 50), (41, 42)]) == pytest.approx(30e-9)
+
+
+def test_without_a_gpu_the_check_says_what_to_do(tmp_path: Path) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [str(ROOT / "bench/gpu_check.sh"), "--out", str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 2
+    assert "--rehearse" in done.stderr
+
+
+def test_a_rehearsal_of_cheap_parts_goes_through(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = [str(ROOT / "bench/gpu_check.sh"), "--rehearse", "--only", "machine", "rollout", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("[")
+    assert "REHEARSAL ON CPU, NO GPU FIGURES" in done.stdout
+    brief = json.loads(done.stdout.splitlines()[-1])
+    assert brief["failed"] == []
+    assert set(brief["targets"].values()) == {"not measured"}
+    whole = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [part["part"] for part in whole["parts"]] == ["machine", "rollout 3B"]
+    figures = {row["what"] for row in whole["parts"][1]["rows"]}
+    assert any(what.startswith("decode step, ") for what in figures)
+    assert any(what.startswith("transformers.generate") for what in figures)
