@@ -27,10 +27,10 @@ ALLOWED = {
     "config_parsing": {"errors"},
     "config": {"errors", "types", "config_parsing", "algo", "controller"},
     "controller": {"errors"},
-    "ops": {"errors", "kernels"},
-    "model": {"errors", "ops"},
+    "ops": {"errors", "kernels", "profiling"},
+    "model": {"errors", "ops", "profiling"},
     "rollout": {"errors", "types", "ops", "model", "profiling"},
-    "algo": {"errors", "types", "ops"},
+    "algo": {"errors", "types", "ops", "profiling"},
     "tasks": {"errors", "types"},
     "report": {"errors"},
     "train": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "report"}

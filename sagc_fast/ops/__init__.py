@@ -232,7 +232,6 @@ def sample_keyed_tokens(
     return sample_tokens(logits_RV, noise.uniforms(*keys), temperature_R, top_k_R, top_p_R, min_p_R)
 
 
-@ranged("batch rows")
 def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
     """See :func:`sagc_fast.ops.pack_rows.pack_decode_rows`."""
     backend = resolve("pack_decode_rows", out.rows_R.device.type, torch.int32)
