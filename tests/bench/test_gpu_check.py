@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -90,11 +91,22 @@ def test_a_part_that_hangs_is_ended_with_its_children_and_keeps_its_rows(
     assert [row["what"] for row in record["rows"]] == ["before"]
     log = (tmp_path / "out/logs/hanging.txt").read_text()
     child = int(next(line for line in log.splitlines() if line.startswith("child ")).split()[1])
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert _is_gone(child)
     (missed,) = [t for t in driver.targets_of([record], False) if t["name"] == "decode"]
     assert (missed["status"], missed["measured"]) == ("missed", 1.5)
     assert {t["status"] for t in driver.targets_of([record], True)} == {"not measured"}
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a killed process ends; the kernel takes its time on a busy machine."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_what_the_budget_does_not_cover_is_left_out_aloud(driver: ModuleType, parts, tmp_path: Path) -> None:
