@@ -128,7 +128,7 @@ def test_the_profile_of_a_training_run_names_its_phases_and_leaves_a_trace(train
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     calls = {record["phase"]: record["calls"] for record in result["phases"]}
     assert calls["step"] == calls["step/rollout"] == calls["step/update"] == 2
-    assert calls["step/rollout/engine step/forward"] > 10
+    assert calls["step/rollout/engine step/forward"] >= 2  # a burst of decode steps is one call
     assert calls["step/update/backward"] >= 1
     trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
     assert sum(event.get("name") == "sagc:step" and event.get("ph") == "X" for event in trace["traceEvents"]) == 2
