@@ -1,10 +1,10 @@
 """The operations of the model, each with one signature and a choice of backends.
 
 ``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens``,
-``sample_keyed_tokens`` and ``pack_decode_rows`` serve the rollout; in fp32 on the CPU each computes a row the same way,
-bit for bit, whatever the other rows. ``Decoder`` runs all of them for a whole step in native code. ``rms_norm``,
-``add_rms_norm``, ``silu_mul``, ``rotary_split``, ``varlen_attention`` and ``token_logprobs`` serve training and are
-differentiable, once.
+``sample_keyed_tokens`` and ``pack_decode_rows`` serve the rollout, ``place_rows`` and ``advance_rows`` its bursts on a
+GPU; in fp32 on the CPU each computes a row the same way, bit for bit, whatever the other rows. ``Decoder`` runs all of
+them for a whole step in native code. ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rotary_split``,
+``varlen_attention`` and ``token_logprobs`` serve training and are differentiable, once.
 The plain-torch functions of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document
 shapes and serve as oracles.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from sagc_fast.ops import logprobs, noise, pack_rows, paged, reference, sampling, varlen
+from sagc_fast.ops import decode_rows, logprobs, noise, pack_rows, paged, reference, sampling, varlen
 from sagc_fast.ops.backend import (
     cuda_module,
     describe,
@@ -24,6 +24,7 @@ from sagc_fast.ops.backend import (
     triton_module,
     use_backend,
 )
+from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.decoder import BoundRows, Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
@@ -31,6 +32,7 @@ from sagc_fast.profiling import ranged
 
 __all__ = [
     "BoundRows",
+    "DecodeRows",
     "DecodeTable",
     "Decoder",
     "DecoderWeights",
@@ -39,11 +41,13 @@ __all__ = [
     "PackedRows",
     "PagedLayout",
     "add_rms_norm",
+    "advance_rows",
     "describe",
     "has_decoder",
     "linear",
     "pack_decode_rows",
     "paged_attention",
+    "place_rows",
     "rms_norm",
     "rope_and_cache",
     "rotary_split",
@@ -218,18 +222,22 @@ def sample_keyed_tokens(
     """:func:`sample_tokens` whose uniform numbers are made on the device.
 
     ``keys`` are int64 [R]: seed, prompt id (both the bits of unsigned numbers), sample index, position; the numbers are
-    those of :mod:`sagc_fast.rollout.noise`. On a GPU nothing waits for the device: a row whose logits are not finite is
-    marked by log-prob NaN, token 0.
+    those of :mod:`sagc_fast.rollout.noise`. Nothing waits for the device: a row whose logits are not finite is marked
+    by log-prob NaN, token 0. (The native operator of the CPU raises instead.)
     """
+    filters = (top_k_R, top_p_R, min_p_R)
+    has_filters = any(x is not None for x in filters)
     backend = resolve("sample_keyed_tokens", logits_RV.device.type, logits_RV.dtype)
     if backend == "cuda":
-        is_filtered = not (top_k_R is None and top_p_R is None and min_p_R is None)
-        if not is_filtered and logits_RV.shape[1] <= cuda_module().MAX_VOCAB:
+        if not has_filters and logits_RV.shape[1] <= cuda_module().MAX_VOCAB:
             return cuda_module().sample_keyed_tokens(logits_RV, keys, temperature_R)
         backend = "torch" if triton_module() is None else "triton"
     if backend == "triton":
-        return triton_module().sample_keyed_tokens(logits_RV, keys, temperature_R, top_k_R, top_p_R, min_p_R)
-    return sample_tokens(logits_RV, noise.uniforms(*keys), temperature_R, top_k_R, top_p_R, min_p_R)
+        return triton_module().sample_keyed_tokens(logits_RV, keys, temperature_R, *filters)
+    uniform_R = noise.uniforms(*keys)
+    if not has_filters and resolve("sample_tokens", logits_RV.device.type, logits_RV.dtype) == "native":
+        return native_module().sample_tokens(logits_RV, uniform_R, temperature_R)
+    return sampling.sample_marked_tokens(logits_RV, uniform_R, temperature_R, *filters)
 
 
 def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
@@ -241,3 +249,19 @@ def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, paddi
         triton_module().pack_decode_rows(table, out, block_size, padding_slot)
     else:
         pack_rows.pack_decode_rows(table, out, block_size, padding_slot)
+
+
+def place_rows(rows: DecodeRows, block_size: int, scratch_slot: int) -> None:
+    """See :func:`sagc_fast.ops.decode_rows.place_rows`."""
+    if resolve("place_rows", rows.token_R.device.type, torch.float32) == "triton":
+        triton_module().place_rows(rows, block_size, scratch_slot)
+    else:
+        decode_rows.place_rows(rows, block_size, scratch_slot)
+
+
+def advance_rows(rows: DecodeRows, token_R: torch.Tensor, logprob_R: torch.Tensor) -> None:
+    """See :func:`sagc_fast.ops.decode_rows.advance_rows`."""
+    if resolve("advance_rows", token_R.device.type, torch.float32) == "triton":
+        triton_module().advance_rows(rows, token_R, logprob_R)
+    else:
+        decode_rows.advance_rows(rows, token_R, logprob_R)

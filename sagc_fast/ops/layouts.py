@@ -39,6 +39,9 @@ class PagedLayout:
     """int32, number of leading blocks shared within the share group; 0: none."""
     max_query_len: int
     max_context_len: int
+    """Of this step's sequences; of a captured step, whose lengths change between replays, an upper bound."""
+    is_captured: bool = False
+    """The step goes into a CUDA graph: every sequence brings one token, and no value may be looked at on the host."""
 
 
 Span = tuple[int, int]

@@ -100,9 +100,13 @@ def _plan(layout: PagedLayout, num_kv_heads: int, block_size: int, head_dim: int
 
 def _make_plan(layout: PagedLayout, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[_Pass, ...]:
     device = layout.positions_T.device
-    lengths_T, rows_T = torch.sort(layout.positions_T + 1, descending=True, stable=True)
-    query_lens_S = layout.cu_query_S1.diff()
-    sequences_T = torch.arange(len(query_lens_S), device=device).repeat_interleave(query_lens_S)[rows_T]
+    if layout.is_captured:
+        rows_T = sequences_T = torch.arange(len(layout.positions_T), device=device)
+        lengths_T = layout.context_lens_S.long()
+    else:
+        lengths_T, rows_T = torch.sort(layout.positions_T + 1, descending=True, stable=True)
+        query_lens_S = layout.cu_query_S1.diff()
+        sequences_T = torch.arange(len(query_lens_S), device=device).repeat_interleave(query_lens_S)[rows_T]
     blocks_per_chunk = -(-CHUNK_POSITIONS // block_size)
     chunk_positions = blocks_per_chunk * block_size
     rows_per_pass = max(1, GATHER_BYTES // (num_kv_heads * chunk_positions * head_dim * 4))
@@ -116,10 +120,14 @@ def _make_plan(layout: PagedLayout, num_kv_heads: int, block_size: int, head_dim
         end = min(begin + rows_per_pass, len(rows_T))
         lengths_n, tables_nB = lengths_T[begin:end], tables_SB[sequences_T[begin:end]]
         chunks = []
-        for index in range(-(-int(lengths_n[0]) // chunk_positions)):
+        longest = layout.max_context_len if layout.is_captured else int(lengths_n[0])
+        for index in range(-(-longest // chunk_positions)):
             start = index * chunk_positions
-            num_rows = int((lengths_n > start).sum())
-            num_full = int((lengths_n >= start + chunk_positions).sum())
+            if layout.is_captured:  # every chunk for every row; one that lies past the context changes no bit
+                num_rows, num_full = end - begin, 0
+            else:
+                num_rows = int((lengths_n > start).sum())
+                num_full = int((lengths_n >= start + chunk_positions).sum())
             blocks = tables_nB[:num_rows, index * blocks_per_chunk : (index + 1) * blocks_per_chunk]
             gather = (blocks.unsqueeze(1) * num_kv_heads + heads_K1).flatten()
             positions_C = torch.arange(start, start + chunk_positions, device=device)

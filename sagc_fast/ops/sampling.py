@@ -27,14 +27,35 @@ def sample_tokens(
 
     Raises RuntimeError when a row holds NaN or +inf, or nothing but -inf.
     """
+    tokens_R, logprobs_R = sample_marked_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
+    is_bad_R = torch.isnan(logprobs_R)
+    if bool(is_bad_R.any()):
+        raise RuntimeError(not_finite(int(is_bad_R.sum()), len(is_bad_R)))
+    return tokens_R, logprobs_R
+
+
+def not_finite(num_bad: int, num_rows: int) -> str:
+    """What to say about rows that nothing can be drawn from."""
+    return (
+        f"Logits are not finite in {num_bad} of {num_rows} rows; the policy's weights have most likely diverged (lower "
+        "the learning rate or resume from an earlier checkpoint)."
+    )
+
+
+def sample_marked_tokens(
+    logits_RV: torch.Tensor,
+    uniform_R: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_k_R: torch.Tensor | None = None,
+    top_p_R: torch.Tensor | None = None,
+    min_p_R: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`sample_tokens` that looks at no value, so that it can be captured into a CUDA graph: where it would raise,
+    the row's token is 0 and its log-prob NaN."""
     is_greedy_R = temperature_R == 0
     z_RV = logits_RV.float() / torch.where(is_greedy_R, 1.0, temperature_R).to(torch.float32).unsqueeze(1)
     largest_R1 = z_RV.amax(-1, keepdim=True)
-    if not bool(torch.isfinite(largest_R1).all()):
-        raise RuntimeError(
-            f"Logits are not finite in {int((~torch.isfinite(largest_R1)).sum())} of {len(z_RV)} rows; the policy's "
-            "weights have most likely diverged (lower the learning rate or resume from an earlier checkpoint)."
-        )
+    is_bad_R1 = ~torch.isfinite(largest_R1)
     z_RV -= largest_R1
     is_removed_RV = _filtered(z_RV, ~is_greedy_R, top_k_R, top_p_R, min_p_R)
     if is_removed_RV is not None:
@@ -47,8 +68,9 @@ def sample_tokens(
     )
     token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
     token_R1 = torch.where(is_greedy_R.unsqueeze(1), z_RV.argmax(-1, keepdim=True), token_R1)
+    token_R1 = torch.where(is_bad_R1, 0, token_R1)
     logprob_R1 = z_RV.gather(1, token_R1).double() - total_R1.log()
-    return token_R1.squeeze(1), logprob_R1.squeeze(1).float()
+    return token_R1.squeeze(1), logprob_R1.masked_fill_(is_bad_R1, float("nan")).squeeze(1).float()
 
 
 def _filtered(

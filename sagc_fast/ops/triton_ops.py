@@ -24,11 +24,13 @@ from sagc_fast.kernels import rotary as rotary_kernels
 from sagc_fast.kernels import silu_mul as silu_mul_kernels
 from sagc_fast.kernels import token_logprobs as logprob_kernels
 from sagc_fast.kernels._launch import INTERPRETED, num_processors
+from sagc_fast.kernels.advance_rows import advance_rows as advance_rows_kernel
 from sagc_fast.kernels.group_decode import group_decode, siblings_per_tile
 from sagc_fast.kernels.merge_splits import merge_splits
 from sagc_fast.kernels.pack_decode_rows import pack_decode_rows as pack_kernel
 from sagc_fast.kernels.paged_decode import paged_decode
 from sagc_fast.kernels.paged_prefill import paged_prefill
+from sagc_fast.kernels.place_rows import place_rows as place_rows_kernel
 from sagc_fast.kernels.rms_norm_backward import rms_norm_backward
 from sagc_fast.kernels.rope_cache import rope_cache
 from sagc_fast.kernels.rotary import rotary_merge
@@ -37,16 +39,18 @@ from sagc_fast.kernels.sample_filtered import sample_filtered
 from sagc_fast.kernels.sample_pick import sample_pick
 from sagc_fast.kernels.silu_mul_backward import silu_mul_backward
 from sagc_fast.kernels.token_logprobs_backward import token_logprobs_backward
+from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.layouts import PagedLayout
 from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
+from sagc_fast.ops.sampling import not_finite
 from sagc_fast.ops.triton_varlen import varlen_attention
 
 __all__ = ["varlen_attention"]
 
 OPS = frozenset(
     {"rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "varlen_attention", "token_logprobs",
-     "sample_tokens", "sample_keyed_tokens", "policy_loss", "rotary_split",
-     "pack_decode_rows"}
+     "sample_tokens", "sample_keyed_tokens", "policy_loss", "rotary_split", "pack_decode_rows", "place_rows",
+     "advance_rows"}
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_BYTES = 512 * 2**20
@@ -250,10 +254,7 @@ def sample_tokens(
     )
     is_capturing = logits_RV.is_cuda and torch.cuda.is_current_stream_capturing()
     if not is_capturing and (num_bad := int(torch.isnan(logprobs_R).sum())):
-        raise RuntimeError(
-            f"Logits are not finite in {num_bad} of {len(logits_RV)} rows; the policy's weights have most likely "
-            "diverged (lower the learning rate or resume from an earlier checkpoint)."
-        )
+        raise RuntimeError(not_finite(num_bad, len(logits_RV)))
     return tokens_R, logprobs_R
 
 
@@ -266,6 +267,20 @@ def sample_keyed_tokens(
     min_p_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _sample(logits_RV, temperature_R.float(), (top_k_R, top_p_R, min_p_R), None, keys)
+
+
+def place_rows(rows: DecodeRows, block_size: int, scratch_slot: int) -> None:
+    place_rows_kernel(
+        rows.position_R, rows.is_live_R, rows.is_kept_R, rows.shared_blocks_R, rows.block_tables_RB, rows.context_R,
+        rows.slot_R, block_size, scratch_slot,
+    )  # fmt: skip
+
+
+def advance_rows(rows: DecodeRows, token_R: torch.Tensor, logprob_R: torch.Tensor) -> None:
+    advance_rows_kernel(
+        token_R, logprob_R, rows.token_R, rows.position_R, rows.index_R, rows.max_output_R, rows.is_live_R,
+        rows.end_set_R, rows.step_R, rows.end_ids_SI, rows.drawn_KR, rows.logprobs_KR,
+    )  # fmt: skip
 
 
 def _sample(
