@@ -199,6 +199,15 @@ class RolloutStats:
     """Estimate: accepted tokens of each step over the rows that shared it."""
     draft_gain_seconds: float = 0.0
     """Estimate by the measured cost of steps: time of the steps saved less that of the drafted tokens."""
+    num_graph_captures: int = 0
+    """This and what follows: of a device that runs bursts of steps (docs/gpu.md), else 0."""
+    num_graph_replays: int = 0
+    num_device_waits: int = 0
+    """Times the host waited for results of a burst."""
+    num_wasted_row_steps: int = 0
+    """Rows computed in bursts that drew no token: padding, rows that were over, steps that were not taken up."""
+    device_idle_seconds: float = 0.0
+    """Device time between the end of queued work and the next: what the host did not hide."""
 
     @property
     def output_tokens_per_second(self) -> float:

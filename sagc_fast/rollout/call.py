@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import thread_time
 from typing import Any
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.admission import AdmissionQueue
 from sagc_fast.rollout.block_manager import BlockManager
+from sagc_fast.rollout.decode_graphs import DecodeGraphs
+from sagc_fast.rollout.graph_runner import GraphRunner
 from sagc_fast.rollout.kv_cache import KVCache
 from sagc_fast.rollout.lengths import LengthHistory
 from sagc_fast.rollout.model_runner import ModelRunner, StepResult
@@ -69,6 +72,7 @@ class Call:
         history: LengthHistory,
         detokenizer: Detokenizer | None,
         speculation: Speculation,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._settings = settings
         self._history = history
@@ -81,7 +85,8 @@ class Call:
         self._blocks = BlockManager(kv.num_blocks)
         queue = AdmissionQueue(history)
         self._speculation = speculation
-        self._runner = ModelRunner(model, kv, self._rows, self._end_table)
+        runner = ModelRunner if graphs is None else partial(GraphRunner, graphs=graphs)
+        self._runner = runner(model, kv, self._rows, self._end_table)
         self._scheduler = Scheduler(
             queue,
             self._rows,
@@ -107,7 +112,7 @@ class Call:
 
     def stats(self, total_seconds: float) -> RolloutStats:
         params = (s.params for group in self._sequence_groups for s in group.sequences)
-        return self._recorder.result(
+        stats = self._recorder.result(
             [self._groups[index] for index in range(len(self._sequence_groups))],
             total_seconds,
             num_preemptions=self._scheduler.num_preemptions,
@@ -116,6 +121,7 @@ class Call:
             kv_bytes_total=self._kv_bytes,
             is_filtered=any(p.is_filtered and p.temperature > 0 for p in params),
         )
+        return replace(stats, **self._runner.device_figures())
 
     # ---- one plan ------------------------------------------------------------------------------------------------
 
@@ -129,7 +135,7 @@ class Call:
             raise RuntimeError("The rollout scheduler has work and planned none; this is a bug in sagc_fast.")
         result = self._runner.run(plan)
         num_hits = num_accepted(plan.drafts, result.tokens[: plan.num_decode_tokens])
-        scheduler.commit(plan, num_hits, result.num_steps)
+        scheduler.commit(plan, num_hits, result.num_steps, result.num_ahead)
         drawn = self._up_to_ends(*_that_count(plan, result, num_hits))
         slots = drawn.slots
         if slots.size:

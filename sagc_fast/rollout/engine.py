@@ -14,6 +14,7 @@ import torch
 
 from sagc_fast.errors import ConfigError, KVBudgetError
 from sagc_fast.rollout.call import Call, CallSettings, OnGroup
+from sagc_fast.rollout.decode_graphs import DecodeGraphs, burst_device
 from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 from sagc_fast.rollout.lengths import LengthHistory
 from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, check_request
@@ -94,6 +95,8 @@ class RolloutEngine:
         """Lengths per prompt seen so far; guides the order of admission, never the tokens."""
         self._speculation = Speculation(speculation, *_roofline(model), int(draft_recall_mb * BYTES_PER_MB))
         self._kv: KVCache | None = None
+        device = burst_device(model.device, model.dtype)
+        self._graphs = None if device is None else DecodeGraphs(device)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._lock = threading.Lock()
 
@@ -168,7 +171,9 @@ class RolloutEngine:
             )
             kv = self._kv_for(requests, settings.capacity_rows)
             with _torch_threads(self.threads):
-                call = Call(self.model, kv, requests, settings, self.lengths, self._detokenizer, self._speculation)
+                call = Call(
+                    self.model, kv, requests, settings, self.lengths, self._detokenizer, self._speculation, self._graphs
+                )
                 groups = call.run(on_group)
             self.stats = call.stats(perf_counter() - started)
             return groups
@@ -180,8 +185,10 @@ class RolloutEngine:
         self.policy_version += 1
 
     def release(self) -> None:
-        """Give the KV memory back; the next call takes it anew."""
+        """Give the KV memory back, and captured graphs with it; the next call takes it anew."""
         self._kv = None
+        if self._graphs is not None:
+            self._graphs.drop()
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -194,7 +201,8 @@ class RolloutEngine:
 
     def _kv_for(self, requests: list[PromptRequest], capacity_rows: int) -> KVCache:
         """A cache within the budget and no larger than the call can use; an earlier one is kept when it suffices."""
-        budget = int(self.kv_budget_gb * BYTES_PER_GB) // self.bytes_per_block()
+        has_scratch = self._graphs is not None
+        budget = int(self.kv_budget_gb * BYTES_PER_GB) // self.bytes_per_block() - has_scratch
         private, prompts = [], []
         for index, request in enumerate(requests):
             prompt_length = request.token_ids.size
@@ -207,8 +215,10 @@ class RolloutEngine:
         # At most capacity_rows completions and their prompts are held at once; the rest is admission's headroom.
         useful = sum(heapq.nlargest(capacity_rows, private)) + sum(heapq.nlargest(capacity_rows, prompts))
         num_blocks = min(budget, useful + capacity_rows + 1)
+        if has_scratch:  # graphs hold the address, so that the cache should seldom move
+            num_blocks = min(budget, 1 << (num_blocks - 1).bit_length())
         if self._kv is None or not num_blocks <= self._kv.num_blocks <= budget:
-            self._kv = None  # the old memory goes before the new comes
+            self.release()  # the old memory goes before the new comes
             config = self.model.config
             self._kv = KVCache(
                 config.num_layers,
@@ -218,6 +228,7 @@ class RolloutEngine:
                 config.head_dim,
                 self.kv_dtype,
                 self.model.device,
+                has_scratch,
             )
         return self._kv
 
@@ -229,7 +240,7 @@ class RolloutEngine:
         return -(-num_tokens // self.block_size)
 
     def _budget_error(self, index: int, prompt_length: int, params: SamplingParams, needed: int) -> KVBudgetError:
-        needed_bytes = needed * self.bytes_per_block()
+        needed_bytes = (needed + (self._graphs is not None)) * self.bytes_per_block()
         remedy_gb = (needed_bytes // 10**5 + 1) / 10**4
         return KVBudgetError(
             f"Prompt {index} with {prompt_length} tokens and max_new_tokens={params.max_new_tokens} needs "

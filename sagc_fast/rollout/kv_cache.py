@@ -36,10 +36,13 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        has_scratch: bool = False,
     ) -> None:
+        """``has_scratch`` takes one block more, number ``num_blocks``, that belongs to nobody: rows that are over, and
+        those that only fill a batch up, write there."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+        shape = (num_layers, 2, num_blocks + has_scratch, num_kv_heads, block_size, head_dim)
         self._data_L2NKBD = _zeros(shape, dtype, torch.device(device))
         self._keys = [self._data_L2NKBD[layer, 0] for layer in range(num_layers)]
         self._values = [self._data_L2NKBD[layer, 1] for layer in range(num_layers)]
@@ -51,6 +54,19 @@ class KVCache:
     def v(self, layer: int) -> torch.Tensor:
         """Values of one layer, [N, K, block_size, D], contiguous."""
         return self._values[layer]
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, [L, 2, N, K, block_size, D]."""
+        return self._data_L2NKBD
+
+    @property
+    def scratch_block(self) -> int:
+        return self.num_blocks
+
+    @property
+    def scratch_slot(self) -> int:
+        return self.num_blocks * self.block_size
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole blocks in all layers. All sources are read before any target is written."""

@@ -43,6 +43,8 @@ class StepResult:
     model_seconds: float
     """Forward pass and language-model head."""
     sample_seconds: float
+    num_ahead: int = 0
+    """Steps that are under way behind these for the next plan to take up; their blocks are kept for it."""
 
 
 class ModelRunner:
@@ -91,6 +93,10 @@ class ModelRunner:
             model_seconds=forwarded - started + logits_seconds,
             sample_seconds=perf_counter() - forwarded - logits_seconds,
         )
+
+    def device_figures(self) -> dict[str, float]:
+        """What this call asked of a device that runs bursts, by the names of RolloutStats."""
+        return {}
 
     @ranged("decode")
     def _decode(self, decoder: ops.Decoder, plan: StepPlan) -> StepResult:

@@ -83,6 +83,8 @@ class StepPlan:
     must_stop_at_end: bool = True
     """Whether the runner has to return behind the first step in which a row is over. Else it may go on (the tokens of a
     row that is over are dropped): nobody waits for the row."""
+    is_awaited: bool = False
+    """Whether somebody waits for a row or for blocks, so that the plan behind a row's end is another one."""
 
     @property
     def is_decode_only(self) -> bool:
@@ -183,17 +185,21 @@ class Scheduler:
             sample_offsets=sample_offsets,
             num_steps=num_steps,
             must_stop_at_end=num_steps == 1 or self._must_stop_at_end(),
+            is_awaited=bool(self._sent_back or self.queue.num_waiting),
         )
 
-    def commit(self, plan: StepPlan, num_accepted: NDArray[np.int64], num_steps: int = 1) -> None:
+    def commit(
+        self, plan: StepPlan, num_accepted: NDArray[np.int64], num_steps: int = 1, num_ahead: int = 0
+    ) -> None:
         """``num_steps`` of the plan's steps are done, their tokens are in the cache, and the first ``num_accepted`` [D]
-        drafts of each decode row are its next tokens; rows that sample their next token become decode rows."""
+        drafts of each decode row are its next tokens; rows that sample their next token become decode rows. The blocks
+        of ``num_ahead`` steps more are kept in the tables: the runner is at them."""
         rows = self.rows
         rows.num_computed[plan.decode_slots] += num_steps + num_accepted
         if plan.drafts.tokens.size:
             self._release_unused(plan.decode_slots[plan.drafts.lengths > num_accepted])
         if plan.num_steps > 1:
-            self._commit_burst(plan, num_steps)
+            self._commit_burst(plan, num_steps, num_ahead)
         for chunk in plan.chunks:
             if chunk.sequence is None:
                 self._commit_prompt_chunk(chunk)
@@ -248,10 +254,10 @@ class Scheduler:
             rows.block_tables[slot, begin : begin + count] = self.blocks.allocate(count, is_reserve)
             rows.num_blocks[slot] += count
 
-    def _release_unused(self, slots: Slots) -> None:
+    def _release_unused(self, slots: Slots, num_ahead: int = 0) -> None:
         """Give back blocks that hold nothing that counts: of rejected drafts, of steps that were not done."""
         rows = self.rows
-        num_used = -(-rows.num_computed[slots] // self.block_size)
+        num_used = -(-(rows.num_computed[slots] + num_ahead) // self.block_size)
         is_over = rows.num_blocks[slots] > num_used
         for slot, kept in zip(slots[is_over].tolist(), num_used[is_over].tolist(), strict=True):
             self.blocks.release(rows.block_tables[slot, kept : rows.num_blocks[slot]])
@@ -291,9 +297,9 @@ class Scheduler:
             return None
         return self.speculator.num_quiet_steps(num_rows)
 
-    def _commit_burst(self, plan: StepPlan, num_steps: int) -> None:
-        if num_steps < plan.num_steps:
-            self._release_unused(plan.decode_slots)
+    def _commit_burst(self, plan: StepPlan, num_steps: int, num_ahead: int) -> None:
+        if num_steps + num_ahead < plan.num_steps:
+            self._release_unused(plan.decode_slots, num_ahead)
         self.blocks.note_peak()
         if self.speculator is not None and self._num_quiet_steps() is not None:
             self.speculator.skip(num_steps - 1)

@@ -192,7 +192,8 @@ class _Tape(TorchDispatchMode):
         inputs = self._check_inputs(name, args, kwargs)
         if name == "_local_scalar_dense":
             raise GraphViolation("A value is read in a captured step: the host would wait for the device.")
-        if name in SIZED_BY_VALUES or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        counts_are_values = name == "repeat_interleave" and "Tensor" in func._schema.overload_name
+        if name in SIZED_BY_VALUES or (counts_are_values and kwargs.get("output_size") is None):
             raise GraphViolation(f"{name} in a captured step waits for values.")
         if name.startswith("index") and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1:2])):
             raise GraphViolation(f"{name} with a mask in a captured step: the size of its result depends on values.")

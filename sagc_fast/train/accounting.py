@@ -36,7 +36,8 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         "num_prompts", "num_completions", "num_prompt_tokens", "num_prefill_tokens", "num_recomputed_tokens",
         "num_output_tokens", "num_steps", "total_seconds", "prefill_seconds", "decode_seconds", "sample_seconds",
         "host_seconds", "num_preemptions", "num_draft_tokens", "num_accepted_tokens", "num_steps_saved",
-        "draft_gain_seconds",
+        "draft_gain_seconds", "num_graph_captures", "num_graph_replays", "num_device_waits", "num_wasted_row_steps",
+        "device_idle_seconds",
     )  # fmt: skip
     largest = (
         "capacity_rows",
