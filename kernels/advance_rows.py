@@ -14,7 +14,9 @@ import triton.language as tl
 BLOCK_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_steps", "num_ids"])
+@triton.jit(
+    do_not_specialize=["stride_ids", "stride_record", "stride_record_logprob", "num_rows", "num_steps", "num_ids"]
+)
 def advance_rows_kernel(
     drawn_ptr, logprob_ptr, token_ptr, position_ptr, index_ptr, max_output_ptr, live_ptr, end_set_ptr, step_ptr,
     end_ids_ptr, record_ptr, record_logprob_ptr, stride_ids, stride_record, stride_record_logprob, num_rows, num_steps,
@@ -28,7 +30,7 @@ def advance_rows_kernel(
     index = tl.load(index_ptr + rows, mask=is_in, other=0)
     is_over = (index + 1 >= tl.load(max_output_ptr + rows, mask=is_in, other=0)) | (logprob != logprob)
     set_ptrs = end_ids_ptr + tl.load(end_set_ptr + rows, mask=is_in, other=0) * stride_ids
-    for i in range(0, num_ids):
+    for i in range(num_ids):
         is_over = is_over | (tl.load(set_ptrs + i, mask=is_in, other=-1) == token)
     step = tl.load(step_ptr + rows, mask=is_in, other=0)
     drawn = tl.where(is_live, tl.where(is_over, -2 - token, token), -1)

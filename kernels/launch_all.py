@@ -31,12 +31,14 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
 
     Under :func:`recording`, with the meta device, that yields what to compile; on a GPU it compiles and tunes.
     """
+    from sagc_fast.kernels.advance_rows import advance_rows
     from sagc_fast.kernels.group_decode import group_decode
     from sagc_fast.kernels.merge_splits import merge_splits
     from sagc_fast.kernels.pack_decode_rows import pack_decode_rows
     from sagc_fast.kernels.paged_decode import paged_decode
     from sagc_fast.kernels.paged_prefill import paged_prefill
     from sagc_fast.kernels.philox import uniforms
+    from sagc_fast.kernels.place_rows import place_rows
     from sagc_fast.kernels.policy_loss import policy_loss
     from sagc_fast.kernels.reduce_kv import reduce_kv
     from sagc_fast.kernels.rms_norm import rms_norm
@@ -111,6 +113,12 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
     packed = [zeros(*size, of=torch.int64 if i in (2, 3) else torch.int32) for i, size in enumerate(sizes)]
     pack_decode_rows(table, tuple(packed), page, 0)
 
+    flags, record = zeros(num_rows, of=torch.int32), zeros(16, num_rows, of=torch.int64)
+    place_rows(places, flags, flags, flags, zeros(num_rows, 16, of=torch.int32), flags, places, page, 0)
+    advance_rows(
+        places, ones, places, places, places, places, flags, places, places, zeros(4, 8, of=torch.int64), record,
+        record.float(),
+    )  # fmt: skip
     logits = zeros(num_rows, shape.vocab_size)
     logp, entropy, lse = (zeros(num_rows, of=torch.float32) for _ in "pel")
     token_logprobs(logits, row_keys[0], 1.0, logp, entropy, lse)

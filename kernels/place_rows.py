@@ -15,7 +15,7 @@ import triton.language as tl
 BLOCK_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["num_rows", "scratch_slot"])
+@triton.jit(do_not_specialize=["stride_table", "num_rows", "scratch_slot"])
 def place_rows_kernel(
     position_ptr, live_ptr, kept_ptr, shared_ptr, tables_ptr, context_ptr, slot_ptr, stride_table, num_rows,
     scratch_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr,

@@ -41,7 +41,14 @@ OPERATIONS = (
 )  # fmt: skip
 PLANNED_LENGTH = 1024
 """Tokens of a sequence, prompt and completion, that the KV plan counts beside the model's whole context."""
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "SAGC_BACKEND", "SAGC_CPU_LEVEL")
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "SAGC_BACKEND",
+    "SAGC_CPU_LEVEL",
+    "SAGC_CUDA_GRAPHS",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ def software() -> Rows:
 def machine() -> Rows:
     import torch
 
+    from sagc_fast.rollout.decode_graphs import describe_use
+
     flags = cpu_flags()
     total, available = memory_bytes()
     rows = [
@@ -113,7 +122,8 @@ def machine() -> Rows:
     ]
     rows += [(name, os.environ[name]) for name in THREAD_VARIABLES if name in os.environ]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return [*rows, ("GPUs", ", ".join(gpus) or "none that this torch can use")]
+    rows.append(("GPUs", ", ".join(gpus) or "none that this torch can use"))
+    return [*rows, ("CUDA graphs in rollouts", describe_use())]
 
 
 def has_gpu() -> bool:

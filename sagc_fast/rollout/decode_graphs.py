@@ -45,6 +45,19 @@ def graphs_are_wanted() -> bool:
     return os.environ.get(ENVIRONMENT_VARIABLE, "1") not in ("0", "")
 
 
+def describe_use() -> str:
+    """Whether an engine on this machine's GPU would use graphs, and why not."""
+    if not torch.cuda.is_available():
+        return "not used: there is no GPU that this torch can use (the CPU runs bursts in native code)"
+    if resolve("paged_attention", "cuda", torch.bfloat16) != "triton":
+        return "not used: the Triton kernels are not to be had, and plain torch waits for the device at every step"
+    if not graphs_are_wanted():
+        return (
+            f"not used: {ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} (bursts run operator by operator)"
+        )
+    return f"used for decode steps; {ENVIRONMENT_VARIABLE}=0 switches them off"
+
+
 def burst_device(torch_device: torch.device, dtype: torch.dtype) -> Device | None:
     """The device to run bursts on for a model there; None where its steps are planned one by one (the CPU, and a GPU
     without Triton, whose attention in plain torch would read the whole width of the tables)."""
@@ -71,6 +84,7 @@ class DecodeGraphs:
         """(rows, with filters) of the graphs at hand."""
         return sorted(self._graphs)
 
+    @torch.inference_mode()
     def prepare(self, model: Any, kv: KVCache, capacity: int, max_blocks: int, num_sets: int, num_ids: int) -> None:
         """Buffers that suffice for a call; drops graphs whose memory has moved."""
         sizes = (
@@ -135,7 +149,8 @@ class DecodeGraphs:
     def _step(self, bucket: int, has_filters: bool) -> None:
         """Place the rows, run the model, draw, advance the rows: nothing comes from or goes to the host."""
         buffers, model, kv = self.buffers, self._model, self._kv
-        assert buffers is not None and kv is not None
+        assert buffers is not None
+        assert kv is not None
         rows, state = buffers.rows(bucket), buffers.state.tensors
         ops.place_rows(rows, kv.block_size, kv.scratch_slot)
         layout = PagedLayout(  # made anew each time: what operators keep with it belongs to this step alone
@@ -158,12 +173,14 @@ class DecodeGraphs:
         ops.advance_rows(rows, *drawn)
 
     def _reads(self) -> list[torch.Tensor]:
-        assert self.buffers is not None and self._kv is not None
+        assert self.buffers is not None
+        assert self._kv is not None
         angles = self._model.rope(self.buffers.max_blocks * self._kv.block_size)
         return [*self._model.parameters(), *angles]
 
     def _writes(self) -> list[torch.Tensor]:
-        assert self.buffers is not None and self._kv is not None
+        assert self.buffers is not None
+        assert self._kv is not None
         return [*self.buffers.memory, self._kv.memory]
 
 

@@ -78,7 +78,9 @@ class _Chain:
         places = order[slots]
         if plan.copy_sources.size or (places < 0).any():
             return None
-        if any(rows.sequences[s] is not self.sequences[p] for s, p in zip(slots.tolist(), places.tolist(), strict=True)):
+        if any(
+            rows.sequences[s] is not self.sequences[p] for s, p in zip(slots.tolist(), places.tolist(), strict=True)
+        ):
             return None
         if (rows.num_output[slots] != self.first_output[places] + self.num_read).any():
             return None

@@ -70,9 +70,7 @@ class RowBuffers:
         fields: Fields = {name: ((capacity,), dtype) for name, dtype in columns.items()}
         self.state = Packed(device, fields | {"end_ids": ((num_sets, num_ids), long)})
         """Written when the rows change."""
-        self.tables = Packed(
-            device, {"is_kept": ((capacity,), int32), "block_tables": ((capacity, max_blocks), int32)}
-        )
+        self.tables = Packed(device, {"is_kept": ((capacity,), int32), "block_tables": ((capacity, max_blocks), int32)})
         """Written before every burst."""
         on_device = {"device": device.torch_device}
         self._context = torch.zeros(capacity, dtype=int32, **on_device)

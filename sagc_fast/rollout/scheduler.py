@@ -188,9 +188,7 @@ class Scheduler:
             is_awaited=bool(self._sent_back or self.queue.num_waiting),
         )
 
-    def commit(
-        self, plan: StepPlan, num_accepted: NDArray[np.int64], num_steps: int = 1, num_ahead: int = 0
-    ) -> None:
+    def commit(self, plan: StepPlan, num_accepted: NDArray[np.int64], num_steps: int = 1, num_ahead: int = 0) -> None:
         """``num_steps`` of the plan's steps are done, their tokens are in the cache, and the first ``num_accepted`` [D]
         drafts of each decode row are its next tokens; rows that sample their next token become decode rows. The blocks
         of ``num_ahead`` steps more are kept in the tables: the runner is at them."""

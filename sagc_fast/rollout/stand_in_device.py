@@ -6,7 +6,7 @@ then yields wrong tokens. With ``lag="early"`` everything runs at once.
 
 A graph is a tape of operators with the very tensors of the capture. A replay runs the tape, not the Python behind it,
 so a number that the host computed during the capture stays what it was, as on a GPU. Capturing leaves memory as it
-was. :class:`GraphViolation` says which rule of a CUDA graph the step has broken.
+was. :class:`GraphRuleError` says which rule of a CUDA graph the step has broken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from sagc_fast.rollout.device import DeviceCounts
@@ -38,7 +38,7 @@ SIZED_BY_VALUES = frozenset(
 Operation = tuple[Callable[..., Any], tuple, dict[str, Any], list[torch.Tensor]]
 
 
-class GraphViolation(AssertionError):
+class GraphRuleError(AssertionError):
     """What was captured or replayed would fail, or silently do something else, on a GPU."""
 
 
@@ -79,6 +79,7 @@ class StandInGraph:
         self._operations = operations
         self._memory = [(tensor, tensor.data_ptr()) for tensor in memory]
 
+    @torch.inference_mode()
     def run(self) -> None:
         for function, args, kwargs, results in self._operations:
             found = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -89,7 +90,7 @@ class StandInGraph:
     def check_addresses(self) -> None:
         for index, (tensor, address) in enumerate(self._memory):
             if tensor.data_ptr() != address:
-                raise GraphViolation(
+                raise GraphRuleError(
                     f"A graph is replayed whose memory has moved (tensor {index} of shape {list(tensor.shape)}); a GPU "
                     "would go on with the old memory. Capture it anew."
                 )
@@ -134,7 +135,7 @@ class StandInDevice:
 
     def seconds_between(self, first: StandInEvent, second: StandInEvent) -> float:
         if first.passed_at is None or second.passed_at is None:
-            raise GraphViolation("The time of an event is asked for that the device has not come to.")
+            raise GraphRuleError("The time of an event is asked for that the device has not come to.")
         return second.passed_at - first.passed_at
 
     def capture(
@@ -161,9 +162,12 @@ class StandInDevice:
 
     def launch(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run something that torch does not see, such as an interpreted Triton kernel, and tape it in a capture."""
-        if self._tape is not None:
-            self._tape.add(function, args, kwargs)
-        function(*args, **kwargs)
+        if self._tape is None:
+            function(*args, **kwargs)
+            return
+        self._tape.add(function, args, kwargs)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # what it does inside is its own affair
+            function(*args, **kwargs)
 
 
 class _NoHostReads(TorchFunctionMode):
@@ -172,9 +176,9 @@ class _NoHostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in HOST_READS:
-            raise GraphViolation(f"Tensor.{name} in a captured step: the host would wait for a value of the device.")
+            raise GraphRuleError(f"Tensor.{name} in a captured step: the host would wait for a value of the device.")
         if name in FROM_HOST:
-            raise GraphViolation(f"torch.{name} in a captured step: its numbers would come from the host.")
+            raise GraphRuleError(f"torch.{name} in a captured step: its numbers would come from the host.")
         return func(*args, **(kwargs or {}))
 
 
@@ -191,12 +195,12 @@ class _Tape(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         inputs = self._check_inputs(name, args, kwargs)
         if name == "_local_scalar_dense":
-            raise GraphViolation("A value is read in a captured step: the host would wait for the device.")
+            raise GraphRuleError("A value is read in a captured step: the host would wait for the device.")
         counts_are_values = name == "repeat_interleave" and "Tensor" in func._schema.overload_name
         if name in SIZED_BY_VALUES or (counts_are_values and kwargs.get("output_size") is None):
-            raise GraphViolation(f"{name} in a captured step waits for values.")
+            raise GraphRuleError(f"{name} in a captured step waits for values.")
         if name.startswith("index") and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1:2])):
-            raise GraphViolation(f"{name} with a mask in a captured step: the size of its result depends on values.")
+            raise GraphRuleError(f"{name} with a mask in a captured step: the size of its result depends on values.")
         out = func(*args, **kwargs)
         results = _tensors(out)
         self._known.update(_storage(tensor) for tensor in results)
@@ -214,7 +218,7 @@ class _Tape(TorchDispatchMode):
         tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.numel()]
         for tensor in tensors:
             if _storage(tensor) not in self._known:
-                raise GraphViolation(
+                raise GraphRuleError(
                     f"{name} in a captured step finds a tensor of shape {list(tensor.shape)} that is neither declared "
                     "nor made in the step; its memory may be anything at replay."
                 )
