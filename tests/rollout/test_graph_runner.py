@@ -98,7 +98,7 @@ def kept():
 
 
 @settings(
-    max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate],
+    max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(schedule=schedules(), lag=st.sampled_from(["late", "early"]), is_tight=st.booleans())
