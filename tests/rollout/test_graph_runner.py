@@ -16,6 +16,7 @@ from sagc_fast.errors import KVBudgetError
 from sagc_fast.rollout import graph_runner
 from sagc_fast.rollout.decode_graphs import ENVIRONMENT_VARIABLE, DecodeGraphs, bucket_of
 from sagc_fast.rollout.engine import BYTES_PER_GB
+from sagc_fast.rollout.row_buffers import Packed
 from sagc_fast.rollout.stand_in_device import GraphRuleError, StandInDevice
 
 PROMPTS = [list(range(18)), [5, 6, 7], list(range(40, 70))]
@@ -431,3 +432,17 @@ def test_arrays_that_the_host_reads_are_its_own(engine_of):
     for result, tokens, logprobs in kept:
         assert np.array_equal(result.tokens, tokens)
         assert np.array_equal(result.logprobs, logprobs)
+
+
+def test_an_upload_under_way_keeps_its_contents_while_the_next_is_written():
+    """With one host buffer, a burst of the last chain that is still queued would find the block tables of the next."""
+    device = StandInDevice("late")
+    packed = Packed(device, {"a": ((3,), torch.int64), "b": ((2,), torch.float32)})
+    seen = torch.zeros(3, dtype=torch.int64)
+    for number in (1, 2):
+        packed.write()["a"][...] = number
+        packed.upload()
+        device.upload(seen[number : number + 1], packed.tensors["a"][:1])
+    device.wait(device.record())
+    assert seen.tolist() == [0, 1, 2]
+    assert packed.tensors["b"].data_ptr() % 64 == packed.memory.data_ptr() % 64
