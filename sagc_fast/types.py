@@ -200,7 +200,7 @@ class RolloutStats:
     draft_gain_seconds: float = 0.0
     """Estimate by the measured cost of steps: time of the steps saved less that of the drafted tokens."""
     num_graph_captures: int = 0
-    """This and what follows: of a device that runs bursts of steps (docs/gpu.md), else 0."""
+    """This and what follows: of a device that runs bursts of steps (docs/gpu_rollout.md), else 0."""
     num_graph_replays: int = 0
     num_device_waits: int = 0
     """Times the host waited for results of a burst."""
