@@ -14,6 +14,7 @@ PROGRAM = """
 import torch
 from sagc_fast.kernels.compile_ahead import recording
 from sagc_fast.ops import triton_ops, triton_varlen
+from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
 
@@ -59,6 +60,12 @@ def rollout(contexts, queries):
     table = DecodeTable(empty(S, **int32), empty(1, **int32), empty(S, dtype=torch.bool), empty(S, dtype=torch.int64),
         empty(S, columns, **int32), empty(S, **int32), empty(S, **int32))
     triton_ops.pack_decode_rows(table, PackedRows.empty(S, columns, "meta"), 16, 3 * S)
+    state = {name: empty(S, dtype=torch.int64) for name in DecodeRows.__dataclass_fields__}
+    state |= {name: empty(S, **int32) for name in ("is_live_R", "is_kept_R", "shared_blocks_R", "context_R")}
+    state |= {"block_tables_RB": layout.block_tables_SB, "end_ids_SI": empty(4, S, dtype=torch.int64)}
+    state |= {"drawn_KR": empty(S + 1, S, dtype=torch.int64), "logprobs_KR": empty(S + 1, S, dtype=torch.float32)}
+    triton_ops.place_rows(DecodeRows(**state), 16, 3 * S)
+    triton_ops.advance_rows(DecodeRows(**state), keys[0], temperature)
 
 
 STEPS = {
@@ -96,4 +103,4 @@ def test_compilations_do_not_grow_with_lengths() -> None:
         "rms_norm_backward",
     }
     assert launched >= {"paged_decode", "group_decode", "merge_splits", "paged_prefill", "sample_pick", "rope_cache"}
-    assert launched >= {"sample_filtered", "pack_decode_rows"}
+    assert launched >= {"sample_filtered", "pack_decode_rows", "place_rows", "advance_rows"}
