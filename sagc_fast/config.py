@@ -106,6 +106,8 @@ class RolloutOptions(Section):
     speculation: Literal["fixed", "auto", "off"] = "fixed"
     """Draft the last rows' tokens from their group's text; no token changes. ``auto`` goes by the measured cost of
     steps, so that idle and tail figures differ from run to run; ``fixed`` repeats them to the bit."""
+    graphs: Literal["auto", "off"] = "auto"
+    """On a GPU, replay decode steps as CUDA graphs; no token changes."""
 
     def _check(self) -> None:
         self._at_least(1, "prompts_per_step", "max_new_tokens", "block_size", "max_num_seqs", "max_batch_tokens")

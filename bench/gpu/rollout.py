@@ -9,7 +9,6 @@ in nothing but how many steps they have: start, prefill and stop drop out, also 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,7 +35,6 @@ WORKLOADS = (
     if REHEARSAL
     else {"8 x 16": Workload(), "64 x 16": Workload(num_prompts=64)}
 )
-HAS_GRAPHS = "graphs" in inspect.signature(RolloutEngine.__init__).parameters
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Mode:
         return f"graphs {'on' if self.graphs else 'off'}, sharing {'on' if self.sharing else 'off'}"
 
 
-MODES = [Mode(graphs, sharing) for graphs in ((True, False) if HAS_GRAPHS else (False,)) for sharing in (True, False)]
+MODES = [Mode(graphs, sharing) for graphs in (True, False) for sharing in (True, False)]
 BEST = MODES[0]
 
 
@@ -65,10 +63,10 @@ class Engines:
         key = (mode.graphs, max_batch_tokens)
         if key not in self._made:
             self.release()  # two caches of this size do not fit beside the peer's
-            options: dict[str, Any] = {"graphs": "auto" if mode.graphs else "off"} if HAS_GRAPHS else {}
             self._made[key] = RolloutEngine(
-                self.model, kv_budget_gb=KV_GB, max_batch_tokens=max_batch_tokens, speculation="off", **options
-            )
+                self.model, kv_budget_gb=KV_GB, max_batch_tokens=max_batch_tokens, speculation="off",
+                graphs="auto" if mode.graphs else "off",
+            )  # fmt: skip
         return self._made[key]
 
     def release(self) -> None:
@@ -117,8 +115,8 @@ def measure_decode(engines: Engines, name: str, rates: dict[str, float]) -> None
     for mode in MODES:
         engine = engines.get(mode)
 
-        def call(length: int, engine: RolloutEngine = engine, mode: Mode = mode) -> None:
-            generate(engine, mode, prompts, [[length] * GROUP_SIZE] * NUM_GROUPS)
+        def call(length: int, engine: RolloutEngine = engine, mode: Mode = mode) -> Any:
+            return generate(engine, mode, prompts, [[length] * GROUP_SIZE] * NUM_GROUPS)
 
         call(SHORT), call(LONG)
         steps = LONG - SHORT
@@ -133,14 +131,15 @@ def measure_decode(engines: Engines, name: str, rates: dict[str, float]) -> None
         )  # fmt: skip
         if mode.sharing:
             busy = _difference(call, busy_seconds) / steps
-            if busy > 0:
-                gap = max(0.0, 1 - busy / seconds)
-                row(
-                    f"host gap of that step, {mode}", gap, beside=f"device busy {1e3 * busy:.3g} ms",
-                    target="gap" if is_target else "", ratio=gap,
-                )  # fmt: skip
-            else:
-                row(f"host gap of that step, {mode}", None, beside="the profiler saw no kernel")
+            gap = 1 - busy / seconds if busy > 0 else None
+            beside = f"device busy {1e3 * busy:.3g} ms" if busy > 0 else "the profiler saw no kernel"
+            if engine.stats.num_graph_replays:
+                beside += "" if gap is None else f"; with the gaps between a graph's kernels {gap:.1%}"
+                gap = _difference(call, lambda run: run().device_idle_seconds) / steps / seconds
+            gap = None if gap is None else max(0.0, gap)
+            row(
+                f"host gap of that step, {mode}", gap, beside=beside, target="gap" if is_target else "", ratio=gap
+            )  # fmt: skip
 
 
 def _difference(call: Any, clock: Any) -> float:
@@ -169,13 +168,15 @@ def measure_prefill(engines: Engines, name: str, rates: dict[str, float]) -> Non
 
 
 def measure_workload(engines: Engines, label: str, workload: Workload, outcome: Any) -> dict[Mode, float]:
-    """Useful tokens per second of every mode; a short call of the same rows comes first, to compile and capture."""
+    """Useful tokens per second of every mode. What can be captured or compiled is, in a call before: all of the same
+    lengths where graphs of all row counts will be needed, else a short one."""
     lengths, rates = workload.lengths(), {}
     output = sum(map(sum, lengths))
     for mode in MODES:
         with outcome.section(f"rollout {label}, {mode}"):
             engine = engines.get(mode)
-            generate(engine, mode, workload.prompts(0), [[min(n, 12) for n in group] for group in lengths])
+            longest = workload.max_length if mode == BEST else 12
+            generate(engine, mode, workload.prompts(0), [[min(n, longest) for n in group] for group in lengths])
             stats: list[Any] = []
             seconds = wall_seconds(
                 lambda mode=mode, engine=engine, stats=stats: stats.append(
@@ -187,7 +188,8 @@ def measure_workload(engines: Engines, label: str, workload: Workload, outcome: 
             row(
                 f"rollout {label}, {mode}", output / seconds, "tokens/s",
                 beside=f"{seconds:.2f} s, {done.num_steps} steps, {done.capacity_rows} rows, "
-                f"idle {done.idle_fraction:.0%}, host {done.host_seconds / done.total_seconds:.0%}",
+                f"rows idle {done.idle_fraction:.0%}, device idle {done.device_idle_seconds / done.total_seconds:.1%}, "
+                f"{done.num_graph_captures} captures, {done.num_graph_replays} replays",
             )  # fmt: skip
     return rates
 
@@ -221,8 +223,7 @@ def main(name: str) -> None:
         model = random_model(config)
         model.requires_grad_(False)
         parameters = sum(p.numel() for p in model.parameters())
-        row("model", f"{parameters / 1e9:.2f} B", beside=f"{DTYPE} on {DEVICE}; graphs {'' if HAS_GRAPHS else 'not '}"
-            "in this engine")  # fmt: skip
+        row("model", f"{parameters / 1e9:.2f} B", beside=f"{DTYPE} on {DEVICE}")
         rates, engines = ceilings(), Engines(model)
         ours: dict[str, dict[Mode, float]] = {}
         labels = list(WORKLOADS)

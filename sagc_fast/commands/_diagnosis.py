@@ -41,14 +41,7 @@ OPERATIONS = (
 )  # fmt: skip
 PLANNED_LENGTH = 1024
 """Tokens of a sequence, prompt and completion, that the KV plan counts beside the model's whole context."""
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "SAGC_BACKEND",
-    "SAGC_CPU_LEVEL",
-    "SAGC_CUDA_GRAPHS",
-)
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "SAGC_BACKEND", "SAGC_CPU_LEVEL")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ rows that are shorter leave programs that return at once.
 from __future__ import annotations
 
 import logging
-import os
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,8 +24,8 @@ from sagc_fast.rollout.row_buffers import RowBuffers
 
 log = logging.getLogger(__name__)
 
-ENVIRONMENT_VARIABLE = "SAGC_CUDA_GRAPHS"
-"""``0``: bursts run operator by operator, from the same buffers."""
+GraphsMode = Literal["auto", "off"]
+GRAPHS_MODES: tuple[GraphsMode, ...] = ("auto", "off")
 LEAST_BLOCKS, LEAST_SETS, LEAST_IDS = 16, 4, 8
 """Smallest tables, so that small differences between calls do not move them."""
 
@@ -41,21 +40,13 @@ def bucket_of(num_rows: int) -> int:
     return middle if power >= 32 and num_rows <= middle else power
 
 
-def graphs_are_wanted() -> bool:
-    return os.environ.get(ENVIRONMENT_VARIABLE, "1") not in ("0", "")
-
-
 def describe_use() -> str:
     """Whether an engine on this machine's GPU would use graphs, and why not."""
     if not torch.cuda.is_available():
         return "not used: there is no GPU that this torch can use (the CPU runs bursts in native code)"
     if resolve("paged_attention", "cuda", torch.bfloat16) != "triton":
         return "not used: the Triton kernels are not to be had, and plain torch waits for the device at every step"
-    if not graphs_are_wanted():
-        return (
-            f"not used: {ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} (bursts run operator by operator)"
-        )
-    return f"used for decode steps; {ENVIRONMENT_VARIABLE}=0 switches them off"
+    return "used for decode steps; graphs='off' (rollout.graphs of a run) switches them off"
 
 
 def burst_device(torch_device: torch.device, dtype: torch.dtype) -> Device | None:
@@ -67,10 +58,12 @@ def burst_device(torch_device: torch.device, dtype: torch.dtype) -> Device | Non
 
 
 class DecodeGraphs:
-    """Buffers and graphs of one engine's decode steps."""
+    """Buffers and graphs of one engine's decode steps. Mode ``off``: bursts run operator by operator, from the same
+    buffers."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, mode: GraphsMode = "auto") -> None:
         self.device = device
+        self.mode = mode
         self.buffers: RowBuffers | None = None
         self.refusal: str | None = None
         """Why steps run without graphs although they are wanted: what the capture raised."""
@@ -118,7 +111,7 @@ class DecodeGraphs:
 
     def ready(self, bucket: int, has_filters: bool) -> None:
         """Capture the graph that :meth:`launch` needs, unless it is there. All rows are over afterwards."""
-        if not graphs_are_wanted() or self.refusal or (bucket, has_filters) in self._graphs:
+        if self.mode == "off" or self.refusal or (bucket, has_filters) in self._graphs:
             return
         assert self.buffers is not None
         with self.device.eager():
@@ -138,7 +131,7 @@ class DecodeGraphs:
 
     def launch(self, bucket: int, has_filters: bool, num_steps: int) -> None:
         """Queue decode steps of the first ``bucket`` rows."""
-        graph = self._graphs.get((bucket, has_filters)) if graphs_are_wanted() else None
+        graph = self._graphs.get((bucket, has_filters))
         for _ in range(num_steps):
             if graph is not None:
                 self.device.replay(graph)

@@ -14,7 +14,7 @@ import torch
 
 from sagc_fast.errors import ConfigError, KVBudgetError
 from sagc_fast.rollout.call import Call, CallSettings, OnGroup
-from sagc_fast.rollout.decode_graphs import DecodeGraphs, burst_device
+from sagc_fast.rollout.decode_graphs import GRAPHS_MODES, DecodeGraphs, GraphsMode, burst_device
 from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 from sagc_fast.rollout.lengths import LengthHistory
 from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, check_request
@@ -47,6 +47,8 @@ class RolloutEngine:
         speculation: tokens of the last rows are drafted from what the prompt's completions have in common and several
             of a row computed in one step, without changing any; see :class:`sagc_fast.rollout.speculation.Speculation`
             for ``auto``, ``fixed`` and ``off``.
+        graphs: on a GPU, decode steps are replayed as CUDA graphs (``auto``) or run operator by operator (``off``); no
+            token changes. Without Triton, and on the CPU, there are none.
         draft_recall_mb: memory for completions of earlier calls, in 10**6 bytes, from which a call with the same prompt
             drafts too; 0 keeps none.
     """
@@ -65,6 +67,7 @@ class RolloutEngine:
         eos_token_ids: Sequence[int] | None = None,
         speculation: SpeculationMode = "auto",
         draft_recall_mb: float = 0.0,
+        graphs: GraphsMode = "auto",
     ) -> None:
         sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs, "max_batch_tokens": max_batch_tokens}
         for name, value in (*sizes.items(), ("threads", 1 if threads is None else threads)):
@@ -76,6 +79,8 @@ class RolloutEngine:
             raise ConfigError(f"draft_recall_mb is {draft_recall_mb!r}; it must be a number of megabytes, 0 for none.")
         if speculation not in SPECULATION_MODES:
             raise ConfigError(f"speculation is {speculation!r}; it must be one of {', '.join(SPECULATION_MODES)}.")
+        if graphs not in GRAPHS_MODES:
+            raise ConfigError(f"graphs is {graphs!r}; it must be one of {', '.join(GRAPHS_MODES)}.")
         self.model = model
         self.tokenizer = tokenizer
         self.kv_budget_gb = kv_budget_gb
@@ -96,7 +101,7 @@ class RolloutEngine:
         self._speculation = Speculation(speculation, *_roofline(model), int(draft_recall_mb * BYTES_PER_MB))
         self._kv: KVCache | None = None
         device = burst_device(model.device, model.dtype)
-        self._graphs = None if device is None else DecodeGraphs(device)
+        self._graphs = None if device is None else DecodeGraphs(device, graphs)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._lock = threading.Lock()
 

@@ -223,7 +223,7 @@ class GraphRunner(ModelRunner):
         buffers = self._graphs.buffers
         assert buffers is not None
         started = self._begin_work()
-        with annotate("graph replays"):
+        with annotate("decode"):
             self._graphs.launch(chain.bucket, chain.has_filters, num_steps)
         ended = self._last_end = self._device.record()
         pairs = buffers.record_pairs(chain.num_queued % RECORD_STEPS, num_steps)

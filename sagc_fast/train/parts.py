@@ -41,7 +41,7 @@ def build_engine(config: TrainConfig, checkpoint: Checkpoint | None, processes: 
     is_adapted = config.lora.rank > 0
     folder = model_folder(config.model.path) if checkpoint is None or is_adapted else checkpoint.path
     options = asdict(config.rollout)
-    names = ("kv_budget_gb", "block_size", "max_num_seqs", "max_batch_tokens", "speculation")
+    names = ("kv_budget_gb", "block_size", "max_num_seqs", "max_batch_tokens", "speculation", "graphs")
     engine_options = {name: options[name] for name in names}
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, dtype=config.model.dtype, device=local_device(config.model.device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ PROMPTS = [list(range(40)), [5, 6, 7], [11] * 17, [9, 2, 4, 4]]
 SIZES = [5, 3, 1, 4]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=24, seed=5)
-HAS_GRAPHS = "graphs" in inspect.signature(RolloutEngine.__init__).parameters
 
 
 def _drawn(engine: RolloutEngine, params: SamplingParams, **options: Any) -> list[tuple[list[int], list[float]]]:
@@ -57,12 +55,15 @@ def test_logits_that_are_not_finite_end_the_call(tiny_model, device: torch.devic
         _drawn(RolloutEngine(model, kv_budget_gb=0.01), SAMPLED)
 
 
-@pytest.mark.skipif(not HAS_GRAPHS, reason="this engine has no graphs")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_graphs_change_no_bit(dtype: str, tiny_model, device: torch.device) -> None:
     model = tiny_model("llama", dtype=dtype).to(device)
     on, off = (RolloutEngine(model, kv_budget_gb=0.01, speculation="off", graphs=graphs) for graphs in ("auto", "off"))
     assert _drawn(on, SAMPLED) == _drawn(off, SAMPLED)
+    if device.type == "cuda":
+        assert on._graphs.refusal is None
+        assert on.stats.num_graph_replays > 0
+        assert off.stats.num_graph_replays == 0
 
 
 def test_weights_changed_in_place_are_the_ones_used(tiny_model, device: torch.device) -> None:

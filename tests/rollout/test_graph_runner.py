@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sagc_fast import RolloutEngine, SamplingParams, ops
-from sagc_fast.errors import KVBudgetError
+from sagc_fast.errors import ConfigError, KVBudgetError
 from sagc_fast.rollout import graph_runner
-from sagc_fast.rollout.decode_graphs import ENVIRONMENT_VARIABLE, DecodeGraphs, bucket_of
+from sagc_fast.rollout.decode_graphs import DecodeGraphs, bucket_of
 from sagc_fast.rollout.engine import BYTES_PER_GB
 from sagc_fast.rollout.row_buffers import Packed
 from sagc_fast.rollout.stand_in_device import GraphRuleError, StandInDevice
@@ -36,7 +36,7 @@ def engine_of(tiny_model):
 
     def make(device=None, model=None, **settings):
         engine = RolloutEngine(model or tiny_model(num_layers=1), kv_budget_gb=0.01, **{"block_size": 4} | settings)
-        engine._graphs = None if device is None else DecodeGraphs(device)
+        engine._graphs = None if device is None else DecodeGraphs(device, settings.get("graphs", "auto"))
         return engine
 
     return make
@@ -388,12 +388,16 @@ def test_a_step_that_cannot_be_captured_runs_operator_by_operator_and_says_so(en
     assert engine.stats.num_graph_replays == 0
 
 
-def test_graphs_can_be_switched_off(engine_of, monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "0")
-    engine = engine_of(StandInDevice())
+def test_graphs_can_be_switched_off(engine_of):
+    engine = engine_of(StandInDevice(), graphs="off")
     assert results(engine) == results(engine_of())
     assert engine.stats.num_graph_captures == engine.stats.num_graph_replays == 0
     assert engine.stats.num_device_waits > 0  # bursts, all the same
+
+
+def test_another_mode_of_graphs_is_an_error(engine_of):
+    with pytest.raises(ConfigError, match="graphs is 'on'; it must be one of auto, off"):
+        engine_of(graphs="on")
 
 
 def test_a_step_that_looks_at_a_value_is_found_out(engine_of, monkeypatch):
