@@ -185,8 +185,12 @@ def check_single_torch() -> Check:
 
 
 def check_native() -> Check:
+    from sagc_fast.ops.native_interface import REMEDY, StaleLibraryError
+
     try:
         from sagc_fast.ops import native
+    except StaleLibraryError as error:
+        return Check("failure", f"{error}, so plain torch is used, which is several times slower; {REMEDY}.")
     except ImportError:
         return Check(
             "warning",

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from sagc_fast.errors import BackendError
+from sagc_fast.ops import native_interface
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,17 @@ AUTOMATIC: dict[str, tuple[Backend, ...]] = {"cpu": ("native",), "cuda": ("flash
 
 @functools.cache
 def native_module() -> ModuleType | None:
-    """The module of native operators, or None when ``sagc_fast._C`` is not built or does not load."""
+    """The module of native operators, or None when ``sagc_fast._C`` is not built, does not load or is a stale one."""
     try:
         from sagc_fast.ops import native
-    except (ImportError, OSError) as error:
+    except native_interface.StaleLibraryError as error:
+        MISSING["native"], REMEDY["native"] = str(error), native_interface.REMEDY
+        return None
+    except OSError as error:
+        MISSING["native"] = f"sagc_fast._C does not load ({str(error).splitlines()[0]})"
+        REMEDY["native"] = native_interface.REMEDY
+        return None
+    except ImportError as error:
         log.debug("no native operators: %s", error)
         return None
     return native if native.available_ops() else None

@@ -1,9 +1,10 @@
 """The operators of ``sagc_fast._C`` (csrc/cpu) under the names and signatures of :mod:`sagc_fast.ops`.
 
-Importing this module loads the library; ImportError says that it is not built, OSError that it does not load. The same
-functions in plain torch, beside this file, document shapes and results; here stands only what differs. Each operator
-has a fake registration, so ``torch.compile`` and ``torch.export`` see through it. Gradients, and the operators of
-training, are in native_training.py.
+Importing this module loads the library; ImportError says that it is not built, StaleLibraryError (an ImportError) that
+it was built from other sources (native_interface.py), OSError that it does not load. The same functions in plain torch,
+beside this file, document shapes and results; here stands only what differs. Each operator has a fake registration, so
+``torch.compile`` and ``torch.export`` see through it. Gradients, and the operators of training, are in
+native_training.py.
 
 Environment: ``SAGC_CPU_LEVEL`` = ``auto`` (default), ``scalar``, ``avx2``, ``avx512``, ``avx512_bf16``, ``amx``
 narrows the instruction set.
@@ -18,6 +19,7 @@ import torch
 
 from sagc_fast.errors import BackendError
 from sagc_fast.ops.layouts import PagedLayout
+from sagc_fast.ops.native_interface import check_interface
 
 LIBRARY = Path(__file__).parents[1] / "_C.so"
 ENVIRONMENT_VARIABLE = "SAGC_CPU_LEVEL"
@@ -41,6 +43,7 @@ OPS = frozenset(
 if not LIBRARY.exists():
     raise ImportError(f"sagc_fast._C is not built ({LIBRARY} does not exist)")
 torch.ops.load_library(str(LIBRARY))
+check_interface()
 _ops = torch.ops.sagc_fast
 
 
