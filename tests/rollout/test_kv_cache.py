@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sagc_fast.errors import ConfigError
+from sagc_fast.rollout import kv_cache
 from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 
 
@@ -28,8 +29,10 @@ def test_memory_begins_at_a_cache_line(dtype: torch.dtype):
         assert KVCache(2, num_blocks, 16, 2, 32, dtype).k(0).data_ptr() % 64 == 0
 
 
-def test_all_sources_are_read_before_a_target_is_written():
+@pytest.mark.parametrize("copy_bytes", [1, 2**20])
+def test_all_sources_are_read_before_a_target_is_written(monkeypatch, copy_bytes):
     """A block that one copy fills may be the source of another: it was free for new use in the same step."""
+    monkeypatch.setattr(kv_cache, "COPY_BYTES", copy_bytes)  # layer by layer, all layers at once
     kv = KVCache(2, num_blocks=4, block_size=1, num_kv_heads=1, head_dim=1)
     for layer in range(2):
         kv.k(layer).view(-1).copy_(torch.arange(4) + 10 * layer)
