@@ -51,7 +51,8 @@ ONLY_FROM = {
 TORCH_FREE = (
     "sagc_fast", "sagc_fast.errors", "sagc_fast.types", "sagc_fast.cli", "sagc_fast.config", "sagc_fast.report",
     "sagc_fast.rollout.sequence", "sagc_fast.rollout.block_manager", "sagc_fast.rollout.scheduler",
-    "sagc_fast.rollout.noise", "sagc_fast.tasks", "sagc_fast.tasks.addition", "sagc_fast.tasks.dataset",
+    "sagc_fast.rollout.plan", "sagc_fast.rollout.tables", "sagc_fast.rollout.noise", "sagc_fast.tasks",
+    "sagc_fast.tasks.addition", "sagc_fast.tasks.dataset",
     "sagc_fast.tasks.reasoning_gym", "sagc_fast.tasks.scoring", "sagc_fast.controller", "sagc_fast.bench",
     "sagc_fast.bench.machine", "sagc_fast.bench.stats", "sagc_fast.bench.clock",
     "sagc_fast.profiling",

@@ -140,8 +140,8 @@ class Decoder {
 
   Scratch positions_, slots_;               // [T] int64
   Scratch residual_, x_, q_, attended_;     // [T, E], [T, E], [T, H D], [T, H D]
-  Scratch qkv_, delta_, normed_, gate_up_, active_;  // of a slice of rows
-  Scratch packed_, logits_, widened_, hidden_;
+  Scratch qkv_, delta_, normed_, gate_up_, active_;  // of a slice of rows; the logits of some rows lie in gate_up_
+  Scratch packed_, widened_, hidden_;
   Rows rows_{};  // capacity 0: none are bound
 };
 

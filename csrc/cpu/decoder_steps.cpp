@@ -74,7 +74,7 @@ double Decoder::draw(const Draw& d) {
   for (int64_t first = 0; first < R;) {
     const int64_t u = source[first], rows = std::min(most, source[R - 1] + 1 - u);
     const int64_t last = std::lower_bound(source + first, source + R, u + rows) - source;
-    char* logits = logits_.get(rows * V_ * item_);
+    char* logits = gate_up_.get(rows * V_ * item_);
     const Stopwatch watch;
     multiply(head_, d.hidden + u * E_ * item_, logits, rows, packed_);
     head_seconds += watch.seconds();

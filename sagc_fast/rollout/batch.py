@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from sagc_fast.ops.layouts import PagedLayout
 from sagc_fast.profiling import ranged
+from sagc_fast.rollout.plan import Chunk, StepPlan
 from sagc_fast.rollout.rows import RowTable
-from sagc_fast.rollout.scheduler import Chunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

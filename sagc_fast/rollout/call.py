@@ -19,9 +19,10 @@ from sagc_fast.rollout.graph_runner import GraphRunner
 from sagc_fast.rollout.kv_cache import KVCache
 from sagc_fast.rollout.lengths import LengthHistory
 from sagc_fast.rollout.model_runner import ModelRunner, StepResult
+from sagc_fast.rollout.plan import StepPlan
 from sagc_fast.rollout.request import PromptRequest
 from sagc_fast.rollout.rows import RowTable, Slots
-from sagc_fast.rollout.scheduler import Scheduler, StepPlan
+from sagc_fast.rollout.scheduler import Scheduler
 from sagc_fast.rollout.sequence import PromptGroup, Sequence
 from sagc_fast.rollout.speculation import Speculation, Speculator, num_accepted
 from sagc_fast.rollout.stats import StatsRecorder

@@ -27,9 +27,9 @@ from sagc_fast.profiling import annotate
 from sagc_fast.rollout.decode_graphs import DecodeGraphs, bucket_of
 from sagc_fast.rollout.kv_cache import KVCache
 from sagc_fast.rollout.model_runner import ModelRunner, StepResult
+from sagc_fast.rollout.plan import StepPlan
 from sagc_fast.rollout.row_buffers import RECORD_STEPS
 from sagc_fast.rollout.rows import RowTable, Slots
-from sagc_fast.rollout.scheduler import StepPlan
 from sagc_fast.rollout.sequence import Sequence
 from sagc_fast.rollout.stop import EndTable
 

@@ -13,7 +13,7 @@ import torch
 from sagc_fast.errors import ConfigError
 
 CACHE_LINE_BYTES = 64
-COPY_BYTES = 2**20
+COPY_BYTES = 2**19
 """Blocks are copied for as many layers at a time as this holds (ours): when a whole batch has forked, the copies of all
 layers at once would be the memory peak of the call."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,13 +72,14 @@ class KVCache:
         return self.num_blocks * self.block_size
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy whole blocks in all layers. Within a layer all sources are read before any target is written."""
-        data = self._data_L2NKBD
-        source_ids = torch.from_numpy(sources.astype(np.int64)).to(data.device)
-        target_ids = torch.from_numpy(targets.astype(np.int64)).to(data.device)
-        layer_bytes = sources.size * self.num_bytes // (len(data) * self.num_blocks)
-        for layers in data.split(max(1, COPY_BYTES // max(1, layer_bytes))):
-            layers.index_copy_(2, target_ids, layers.index_select(2, source_ids))
+        """Copy whole blocks in all layers. Of the keys, or values, of a layer all sources are read before a target is
+        written."""
+        layers = self._data_L2NKBD.flatten(0, 1)
+        source_ids = torch.from_numpy(sources.astype(np.int64)).to(layers.device)
+        target_ids = torch.from_numpy(targets.astype(np.int64)).to(layers.device)
+        bytes_each = sources.size * self.num_bytes // (len(layers) * self.num_blocks)
+        for part in layers.split(max(1, COPY_BYTES // max(1, bytes_each))):
+            part.index_copy_(1, target_ids, part.index_select(1, source_ids))
 
     @property
     def num_bytes(self) -> int:

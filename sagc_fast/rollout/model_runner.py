@@ -19,9 +19,9 @@ from sagc_fast.model.transformer import Transformer
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.batch import StepBatch, build_batch
 from sagc_fast.rollout.kv_cache import KVCache
+from sagc_fast.rollout.plan import StepPlan
 from sagc_fast.rollout.rows import RowTable
 from sagc_fast.rollout.sampler import Sampler
-from sagc_fast.rollout.scheduler import StepPlan
 from sagc_fast.rollout.stop import EndTable
 
 MOST_STEPS = 32

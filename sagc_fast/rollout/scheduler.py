@@ -25,8 +25,6 @@ A plan costs O(admitted rows), most of it in whole-array operations; completions
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,80 +32,11 @@ from numpy.typing import NDArray
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.admission import AdmissionQueue
 from sagc_fast.rollout.block_manager import BlockManager
+from sagc_fast.rollout.plan import Chunk, StepPlan, by_group, make_chunk, sampled_by, samples_of_rows
 from sagc_fast.rollout.rows import RowTable, Slots
-from sagc_fast.rollout.sequence import NO_BLOCKS, PromptGroup, Sequence
+from sagc_fast.rollout.sequence import PromptGroup, Sequence
 from sagc_fast.rollout.speculation import Drafts, Speculator, no_drafts
-
-NO_COPIES = np.empty((0, 2), dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens computed in one step: of a group's prompt, or of a sequence whose KV was given up."""
-
-    group: PromptGroup
-    sequence: Sequence | None
-    """None: the prompt itself."""
-    start: int
-    length: int
-    num_recomputed: int
-    """Tokens of the chunk that had been computed before."""
-    is_last: bool
-    """Whether the chunk ends at the sequence's last token, so that its hidden state is wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One engine step. Samples are drawn in the order decode rows, finishing chunks, late forks."""
-
-    decode_slots: Slots
-    """One query token each, and the drafts behind it."""
-    drafts: Drafts
-    """Of each decode row, tokens that may come next, computed and drawn ahead of time."""
-    chunks: tuple[Chunk, ...]
-    samples_per_chunk: tuple[int, ...]
-    """For each finishing chunk, how many sequences draw a token from it."""
-    late_forks: tuple[tuple[PromptGroup, int], ...]
-    """Prompts that an earlier step finished, and how many first tokens are drawn from each now."""
-    copy_sources: NDArray[np.int32]
-    """Blocks to copy before the step's tokens are written (copy on write of partial prompt blocks)."""
-    copy_targets: NDArray[np.int32]
-    sample_slots: Slots
-    """The row of each token drawn, in sampling order: a decode row comes once and once more for each of its drafts."""
-    sample_offsets: NDArray[np.int64]
-    """How many places behind its row's next token each one stands: 0, or the number of drafts before it."""
-    num_steps: int = 1
-    """How often the runner may run the decode rows, each step feeding on the tokens of the one before. Above 1: there
-    is nothing but decode rows, without drafts, filters and stop strings; the blocks of all these steps are in the block
-    tables; no row reaches its length cap before the last one."""
-    must_stop_at_end: bool = True
-    """Whether the runner has to return behind the first step in which a row is over. Else it may go on (the tokens of a
-    row that is over are dropped): nobody waits for the row."""
-    is_awaited: bool = False
-    """Whether somebody waits for a row or for blocks, so that the plan behind a row's end is another one."""
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Whether there is nothing but one query token for each of some decode rows (several steps may feed on it)."""
-        return self.decode_slots.size == self.sample_slots.size > 0 and not (self.chunks or self.drafts.tokens.size)
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens computed for decode rows, drafts included; as many samples come first."""
-        return self.decode_slots.size + self.drafts.tokens.size
-
-    @property
-    def num_sampled_rows(self) -> int:
-        """Rows that get at least one token in a step."""
-        return self.sample_slots.size - self.drafts.tokens.size
-
-    def samples_of(self, num_steps: int) -> tuple[Slots, NDArray[np.int64]]:
-        """``sample_slots`` and ``sample_offsets`` of the tokens that ``num_steps`` steps bring, in the order in which
-        the runner returns them: those of a row side by side."""
-        if num_steps == 1:
-            return self.sample_slots, self.sample_offsets
-        slots = np.repeat(self.decode_slots, num_steps)
-        return slots, np.arange(slots.size) % num_steps
+from sagc_fast.rollout.tables import BlockTables
 
 
 class Scheduler:
@@ -134,6 +63,7 @@ class Scheduler:
         self.rows = rows
         self.blocks = blocks
         self.block_size = block_size
+        self.tables = BlockTables(rows, blocks, block_size)
         self.max_batch_tokens = max_batch_tokens
         self.speculator = speculator
         self.max_steps = max_steps
@@ -144,7 +74,6 @@ class Scheduler:
         self._idle: dict[int, PromptGroup] = {}
         self._num_idle_blocks = 0
         self._num_started = 0
-        self._copies: list[tuple[int, int]] = []
         self._late_forks: list[Sequence] = []
 
     @property
@@ -156,7 +85,7 @@ class Scheduler:
     @ranged("schedule")
     def schedule(self) -> StepPlan:
         """Secure the decode rows' blocks, admit what fits, fill the token budget with prefill chunks."""
-        self._copies, self._late_forks = [], []
+        self._late_forks = []
         preemptions_before = self.num_preemptions
         self._secure_decode_blocks()
         if self.num_preemptions == preemptions_before:
@@ -165,22 +94,22 @@ class Scheduler:
         budget = self.max_batch_tokens - decode_slots.size
         chunks = self._plan_chunks(budget)
         drafts = self._plan_drafts(budget - sum(chunk.length for chunk in chunks))
-        sampled = [_sampled_by(chunk) for chunk in chunks if chunk.is_last]
+        sampled = [sampled_by(chunk) for chunk in chunks if chunk.is_last]
         joining = [s.slot for group in (*sampled, self._late_forks) for s in group]
         num_steps = 1
         is_settled = self.num_preemptions == preemptions_before and not (self._prefilling or self._recomputing)
         if is_settled and not joining and not drafts.tokens.size:
             num_steps = self._reserve_steps()
-        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2) if self._copies else NO_COPIES
-        sample_slots, sample_offsets = _samples(decode_slots, drafts, joining)
+        copy_sources, copy_targets = self.tables.take_copies()
+        sample_slots, sample_offsets = samples_of_rows(decode_slots, drafts, joining)
         return StepPlan(
             decode_slots=decode_slots,
             drafts=drafts,
             chunks=chunks,
             samples_per_chunk=tuple(len(sequences) for sequences in sampled),
-            late_forks=_by_group(self._late_forks),
-            copy_sources=copies[:, 0],
-            copy_targets=copies[:, 1],
+            late_forks=by_group(self._late_forks),
+            copy_sources=copy_sources,
+            copy_targets=copy_targets,
             sample_slots=sample_slots,
             sample_offsets=sample_offsets,
             num_steps=num_steps,
@@ -195,7 +124,7 @@ class Scheduler:
         rows = self.rows
         rows.num_computed[plan.decode_slots] += num_steps + num_accepted
         if plan.drafts.tokens.size:
-            self._release_unused(plan.decode_slots[plan.drafts.lengths > num_accepted])
+            self.tables.release_unused(plan.decode_slots[plan.drafts.lengths > num_accepted])
         if plan.num_steps > 1:
             self._commit_burst(plan, num_steps, num_ahead)
         for chunk in plan.chunks:
@@ -237,47 +166,28 @@ class Scheduler:
         drafts = self.speculator.propose(slots, most, budget)
         if not drafts.tokens.size:
             return drafts
-        last_columns = (rows.num_computed[slots] + drafts.lengths) // self.block_size
-        num_missing = np.maximum(last_columns + 1 - rows.num_blocks[slots], 0)
+        num_missing = self.tables.num_missing(slots, drafts.lengths + 1)
         if num_missing.sum() > self.blocks.num_free:
             return drafts.cut(rows.num_blocks[slots] * self.block_size - 1 - rows.num_computed[slots])
-        self._extend_tables(slots, num_missing)
+        self.tables.extend(slots, num_missing)
         return drafts
-
-    def _extend_tables(self, slots: Slots, num_missing: NDArray[np.int64], is_reserve: bool = False) -> None:
-        """Give each slot so many more blocks."""
-        rows, is_short = self.rows, num_missing > 0
-        for slot, count in zip(slots[is_short].tolist(), num_missing[is_short].tolist(), strict=True):
-            begin = rows.num_blocks[slot]
-            rows.block_tables[slot, begin : begin + count] = self.blocks.allocate(count, is_reserve)
-            rows.num_blocks[slot] += count
-
-    def _release_unused(self, slots: Slots, num_ahead: int = 0) -> None:
-        """Give back blocks that hold nothing that counts: of rejected drafts, of steps that were not done."""
-        rows = self.rows
-        num_used = -(-(rows.num_computed[slots] + num_ahead) // self.block_size)
-        is_over = rows.num_blocks[slots] > num_used
-        for slot, kept in zip(slots[is_over].tolist(), num_used[is_over].tolist(), strict=True):
-            self.blocks.release(rows.block_tables[slot, kept : rows.num_blocks[slot]])
-            rows.num_blocks[slot] = kept
 
     # ---- bursts --------------------------------------------------------------------------------------------------
 
     def _reserve_steps(self) -> int:
         """How many steps the decode rows can take without a new plan; their blocks are in the tables then. A burst
         displaces nothing: it is as long as free blocks allow."""
-        rows, slots, size = self.rows, self.rows.decode_slots, self.block_size
+        rows, slots = self.rows, self.rows.decode_slots
         num_steps, num_quiet = self.max_steps, self._num_quiet_steps()
         if num_quiet is not None:
             num_steps = min(num_steps, 1 + num_quiet)
         if num_steps == 1 or not slots.size or rows.needs_host[slots].any():
             return 1
         num_steps = min(num_steps, int((rows.max_output[slots] - rows.num_output[slots]).min()))
-        room = rows.num_blocks[slots] * size - rows.num_computed[slots]
         while num_steps > 1:
-            num_missing = -(np.minimum(room - num_steps, 0) // size)
+            num_missing = self.tables.num_missing(slots, num_steps)
             if num_missing.sum() <= self.blocks.num_free:
-                self._extend_tables(slots, num_missing, is_reserve=True)
+                self.tables.extend(slots, num_missing, is_reserve=True)
                 return num_steps
             num_steps //= 2
         return 1
@@ -297,7 +207,7 @@ class Scheduler:
 
     def _commit_burst(self, plan: StepPlan, num_steps: int, num_ahead: int) -> None:
         if num_steps + num_ahead < plan.num_steps:
-            self._release_unused(plan.decode_slots, num_ahead)
+            self.tables.release_unused(plan.decode_slots, num_ahead)
         self.blocks.note_peak()
         if self.speculator is not None and self._num_quiet_steps() is not None:
             self.speculator.skip(num_steps - 1)
@@ -306,42 +216,8 @@ class Scheduler:
 
     def _secure_decode_blocks(self) -> None:
         """Give every decode row a block of its own to write to, making room first where there is none."""
-        rows, blocks = self.rows, self.blocks
-        while True:
-            slots = rows.decode_slots
-            if not slots.size:
-                return
-            written = rows.num_computed[slots] // self.block_size
-            grows = written >= rows.num_blocks[slots]
-            targets = rows.block_tables[slots, np.where(grows, 0, written)]
-            is_shared = ~grows & (blocks.refcounts[targets] > 1)
-            num_needed = int(grows.sum())
-            if is_shared.any():
-                num_needed += self._count_copies(targets[is_shared])
-            if num_needed <= blocks.num_free:
-                break
+        while not self.tables.secure_next_token(self.rows.decode_slots):
             self._reclaim()
-        if is_shared.any():
-            for slot, column in zip(slots[is_shared].tolist(), written[is_shared].tolist(), strict=True):
-                self._copy_on_write(slot, column)
-        growing = slots[grows]
-        if growing.size:
-            rows.block_tables[growing, rows.num_blocks[growing]] = blocks.allocate(growing.size)
-            rows.num_blocks[growing] += 1
-
-    def _count_copies(self, shared_blocks: NDArray[np.int32]) -> int:
-        """Copies that these writers need; where they are a block's only owners, the last one keeps the original."""
-        distinct, num_writers = np.unique(shared_blocks, return_counts=True)
-        return int((num_writers - (self.blocks.refcounts[distinct] == num_writers)).sum())
-
-    def _copy_on_write(self, slot: int, column: int) -> None:
-        source = self.rows.block_tables[slot, column]
-        if self.blocks.refcounts[source] == 1:
-            return  # the other owners have taken their copies
-        target = self.blocks.allocate(1)
-        self.blocks.release(np.array([source], dtype=np.int32))
-        self.rows.block_tables[slot, column] = target[0]
-        self._copies.append((int(source), int(target[0])))
 
     def _reclaim(self) -> None:
         """Free at least one block, or bring the demand down: idle prompts, then the youngest row, then a spare copy."""
@@ -349,7 +225,7 @@ class Scheduler:
             self._evict_prompt(next(iter(self._idle.values())))
         elif self.rows.num_occupied > 1:
             self._send_back(self.rows.youngest())
-        elif not self._drop_partial_block(self.rows.youngest().group):
+        elif not self.tables.drop_partial_block(self.rows.youngest().group):
             raise RuntimeError("The KV cache cannot hold one sequence; the engine should have refused the call.")
 
     def _send_back(self, sequence: Sequence) -> None:
@@ -387,19 +263,7 @@ class Scheduler:
 
     def _evict_prompt(self, group: PromptGroup) -> None:
         self._not_idle(group)
-        self.blocks.release(group.blocks)
-        group.blocks = NO_BLOCKS
-        group.num_cached = 0
-
-    def _drop_partial_block(self, group: PromptGroup) -> bool:
-        """Give up the group's hold on the partial block at the prompt's end; False when it holds none."""
-        num_full = group.prompt_length // self.block_size
-        if group.is_prefilling or group.blocks.size <= num_full:
-            return False
-        self.blocks.release(group.blocks[num_full:])
-        group.blocks = group.blocks[:num_full]
-        group.num_cached = num_full * self.block_size
-        return True
+        self.tables.drop_prompt(group)
 
     # ---- admission -----------------------------------------------------------------------------------------------
 
@@ -434,13 +298,10 @@ class Scheduler:
     def _blocks_to_start(self, sequence: Sequence) -> int:
         group = sequence.group
         if not group.is_cached:
-            return 0 if group.is_prefilling else self._blocks_of(group.prompt_length) - group.blocks.size
+            return 0 if group.is_prefilling else self.tables.blocks_of(group.prompt_length) - group.blocks.size
         if sequence.num_output == 0:
             return 0
-        return self._blocks_of(sequence.length) - group.prompt_length // self.block_size
-
-    def _blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return self.tables.blocks_of(sequence.length) - group.prompt_length // self.block_size
 
     def _place(self, sequence: Sequence) -> None:
         """Give the sequence a row: behind its prompt's prefill, at a finished prompt, or with KV to compute again."""
@@ -453,53 +314,26 @@ class Scheduler:
             if not group.is_prefilling:
                 self._start_prefill(group)
         elif sequence.num_output == 0:
-            self._fork(sequence)
+            self.tables.fork(sequence)
             self._late_forks.append(sequence)
             self._drop_partial_if_unneeded(group)
         else:
-            self._fork_and_extend(sequence)
+            self.tables.fork_and_extend(sequence)
+            if self.rows.length[sequence.slot] - group.prompt_length == 1:
+                self.rows.start_decoding(np.array([sequence.slot]))
+            else:
+                self._recomputing.append(sequence)
             self._drop_partial_if_unneeded(group)
 
     def _start_prefill(self, group: PromptGroup) -> None:
-        missing = self._blocks_of(group.prompt_length) - group.blocks.size
-        group.blocks = np.concatenate((group.blocks, self.blocks.allocate(missing)))
+        self.tables.complete_prompt(group)
         group.is_prefilling = True
         self._prefilling.append(group)
-
-    def _fork(self, sequence: Sequence) -> None:
-        """Hold the prompt's blocks by reference; the first write will copy the partial one."""
-        group = sequence.group
-        self.blocks.share(group.blocks)
-        self.rows.set_blocks(
-            sequence.slot, group.blocks, group.prompt_length, shared_blocks=group.prompt_length // self.block_size
-        )
-
-    def _fork_and_extend(self, sequence: Sequence) -> None:
-        """Readmission at a cached prompt: share its full blocks, copy the partial one, take blocks for the output."""
-        group, rows = sequence.group, self.rows
-        num_full = group.prompt_length // self.block_size
-        num_private = self._blocks_of(int(rows.length[sequence.slot])) - num_full
-        partial = group.blocks[num_full:]
-        self.blocks.share(group.blocks[:num_full])
-        if partial.size and self.blocks.num_free < num_private:
-            private = np.concatenate((partial, self.blocks.allocate(num_private - 1)))
-            group.blocks = group.blocks[:num_full]
-            group.num_cached = num_full * self.block_size
-        else:
-            private = self.blocks.allocate(num_private)
-            if partial.size:
-                self._copies.append((int(partial[0]), int(private[0])))
-        table = np.concatenate((group.blocks[:num_full], private))
-        rows.set_blocks(sequence.slot, table, group.prompt_length, shared_blocks=num_full)
-        if rows.length[sequence.slot] - group.prompt_length == 1:
-            rows.start_decoding(np.array([sequence.slot]))
-        else:
-            self._recomputing.append(sequence)
 
     def _drop_partial_if_unneeded(self, group: PromptGroup) -> None:
         """With no sibling left to fork, the last writer may keep the partial block instead of copying it."""
         if not group.num_waiting:
-            self._drop_partial_block(group)
+            self.tables.drop_partial_block(group)
 
     # ---- prefill -------------------------------------------------------------------------------------------------
 
@@ -509,12 +343,12 @@ class Scheduler:
             if budget <= 0:
                 break
             start, end = (int(array[sequence.slot]) for array in (self.rows.num_computed, self.rows.length))
-            chunks.append(_chunk(sequence.group, sequence, start, end, sequence.high_water, budget))
+            chunks.append(make_chunk(sequence.group, sequence, start, end, sequence.high_water, budget))
             budget -= chunks[-1].length
         for group in self._prefilling:
             if budget <= 0:
                 break
-            chunks.append(_chunk(group, None, group.num_cached, group.prompt_length, group.high_water, budget))
+            chunks.append(make_chunk(group, None, group.num_cached, group.prompt_length, group.high_water, budget))
             budget -= chunks[-1].length
         return tuple(chunks)
 
@@ -529,40 +363,9 @@ class Scheduler:
         joiners, group.joiners = group.joiners, []
         for sequence in joiners:
             if sequence.num_output == 0:
-                self._fork(sequence)
+                self.tables.fork(sequence)
             else:  # next in line, now at a cached prompt
                 self.rows.detach(sequence.slot)
                 heapq.heappush(self._sent_back, (sequence.order, sequence))
                 self._leave(group)
         self._drop_partial_if_unneeded(group)
-
-
-def _chunk(group: PromptGroup, sequence: Sequence | None, start: int, end: int, high_water: int, budget: int) -> Chunk:
-    stop = min(end, start + budget)
-    return Chunk(
-        group, sequence, start, stop - start, num_recomputed=max(0, min(stop, high_water) - start), is_last=stop == end
-    )
-
-
-def _by_group(sequences: list[Sequence]) -> tuple[tuple[PromptGroup, int], ...]:
-    """Groups of sequences that stand side by side, and how many those are."""
-    return tuple((group, len(list(run))) for group, run in groupby(s.group for s in sequences)) if sequences else ()
-
-
-def _samples(decode_slots: Slots, drafts: Drafts, joining: list[int]) -> tuple[Slots, NDArray[np.int64]]:
-    """``sample_slots`` and ``sample_offsets`` of a plan."""
-    joined = np.array(joining, dtype=np.int64)
-    if not drafts.tokens.size:
-        slots = np.concatenate((decode_slots, joined)) if joining else decode_slots
-        return slots, np.zeros(slots.size, dtype=np.int64)
-    counts = drafts.lengths + 1
-    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    slots = np.concatenate((np.repeat(decode_slots, counts), joined))
-    return slots, np.concatenate((offsets, np.zeros_like(joined)))
-
-
-def _sampled_by(chunk: Chunk) -> list[Sequence]:
-    """Sequences whose next token is drawn from this finishing chunk's hidden state."""
-    if chunk.sequence is not None:
-        return [chunk.sequence]
-    return [sequence for sequence in chunk.group.joiners if sequence.num_output == 0]

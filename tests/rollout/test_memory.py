@@ -59,28 +59,39 @@ from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.loader import random_model
 
 torch.set_num_threads(1)
-config = ModelConfig(
-    family="llama", vocab_size=4096, hidden_size=288, intermediate_size=768, num_layers=6, num_heads=6, num_kv_heads=6,
-    head_dim=48, max_position_embeddings=2048, eos_token_ids=(),
-)
-model = random_model(config, seed=0, dtype=sys.argv[1])
+dtype, shape, prompts, group_size, length = sys.argv[1], *map(json.loads, sys.argv[2:])
+model = random_model(ModelConfig(family="llama", max_position_embeddings=2048, eos_token_ids=(), **shape), 0, dtype)
 engine = RolloutEngine(model, threads=1, kv_budget_gb=0.05, max_batch_tokens=1024)
-prompts = [[index] + [7] * 499 for index in range(12)]
-engine.generate(prompts, 4, SamplingParams(max_new_tokens=40, ignore_eos=True))
+params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+engine.generate([[index] + [7] * 499 for index in range(prompts)], group_size, params)
 with open("/proc/self/status") as file:
     peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
 weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
 used = engine.stats.kv_blocks_peak * engine.bytes_per_block()
 print(json.dumps({"peak": peak, "weights": weights, "kv_used": used, "preemptions": engine.stats.num_preemptions}))
 """
+SHAPES = {
+    # 8M parameters, 48 completions that fill the budget.
+    "model S": (
+        {"vocab_size": 4096, "hidden_size": 288, "intermediate_size": 768, "num_layers": 6, "num_heads": 6,
+         "num_kv_heads": 6, "head_dim": 48},
+        12, 4, 40,
+    ),
+    # The vocabulary of Qwen2.5 and 128 rows that fork at once: the logits and the copies of blocks show.
+    "wide vocabulary": (
+        {"vocab_size": 151_936, "hidden_size": 192, "intermediate_size": 512, "num_layers": 8, "num_heads": 4,
+         "num_kv_heads": 4, "head_dim": 48, "tie_word_embeddings": True},
+        4, 32, 2,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_peak_is_weights_and_the_kv_budget_and_300_mb(dtype: str) -> None:
-    command = [sys.executable, "-c", PEAK_PROGRAM, dtype]
+@pytest.mark.parametrize(("shape", "dtype"), [("model S", "fp32"), ("model S", "bf16"), ("wide vocabulary", "fp32")])
+def test_the_peak_is_weights_and_the_kv_budget_and_300_mb(shape: str, dtype: str) -> None:
+    command = [sys.executable, "-c", PEAK_PROGRAM, dtype, *map(json.dumps, SHAPES[shape])]
     figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     budget = 50e6
-    print(dtype, {name: round(value / 1e6, 1) for name, value in figures.items()})
-    assert 0.8 * budget < figures["kv_used"] <= budget
+    print(shape, dtype, {name: round(value / 1e6, 1) for name, value in figures.items()})
+    assert 0.6 * budget < figures["kv_used"] <= budget
     assert figures["peak"] <= figures["weights"] + budget + 300e6

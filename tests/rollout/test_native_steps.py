@@ -14,7 +14,7 @@ from sagc_fast import RolloutEngine, SamplingParams, ops
 from sagc_fast.ops.backend import native_module
 from sagc_fast.rollout import model_runner
 from sagc_fast.rollout.noise import uniforms
-from sagc_fast.rollout.scheduler import StepPlan
+from sagc_fast.rollout.plan import StepPlan
 
 pytestmark = pytest.mark.skipif(native_module() is None, reason="sagc_fast._C is not built")
 
