@@ -330,7 +330,7 @@ class MetricsOptions(Section):
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (pip install wandb; WANDB_MODE=offline keeps it on this machine)."""
     display: Literal["auto", "live", "plain", "off"] = "auto"
-    """``auto`` shows a live table on a wide terminal and one line per step elsewhere."""
+    """``auto`` shows a few lines that stay in place on a terminal and one line per step elsewhere."""
 
     def _check(self) -> None:
         self._at_least(0, "timeline_every")

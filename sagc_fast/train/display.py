@@ -1,18 +1,26 @@
-"""What a user sees while a run trains: a calm live table on a wide terminal, one line per step everywhere else."""
+"""What a user sees while a run trains: calm lines that stay in place on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
-from collections.abc import Mapping
-from typing import Any, TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO, TypeVar
 
-MIN_COLUMNS = 90
-"""A narrower terminal gets plain lines: a table that wraps is worse than none."""
+T = TypeVar("T")
+
+MIN_COLUMNS = 30
+"""A narrower terminal gets plain lines: its live display would be a tower of single figures."""
+BAR_COLUMNS = 24
+INDENT = "  "
+FIGURE_COLUMNS = 4
+"""Least width of a figure, so that columns stand still while values change."""
 
 
 def make_display(mode: str, num_steps: int, stream: TextIO | None = None) -> Display:
-    """``live``, ``plain``, ``off``, or ``auto``: live when ``stream`` (default: stdout) is a wide enough terminal."""
+    """``live``, ``plain``, ``off``, or ``auto``: live when ``stream`` (default: stdout) is a terminal that can move its
+    cursor and is not tiny."""
     stream = stream or sys.stdout
     if mode == "off":
         return Display(num_steps)
@@ -23,7 +31,7 @@ def make_display(mode: str, num_steps: int, stream: TextIO | None = None) -> Dis
     console = Console(file=stream)
     if mode == "live" or (console.is_terminal and not console.is_dumb_terminal and console.width >= MIN_COLUMNS):
         return LiveDisplay(num_steps, console)
-    return PlainDisplay(num_steps, stream)
+    return PlainDisplay(num_steps, stream, shutil.get_terminal_size().columns if console.is_terminal else None)
 
 
 class Display(logging.Handler):
@@ -56,17 +64,21 @@ class Display(logging.Handler):
 
 
 class PlainDisplay(Display):
-    """One line per step. A stream that has gone away (a closed pipe) silences it; the run goes on."""
+    """One line per step, broken between figures where a terminal of ``columns`` is too narrow for it. A stream that has
+    gone away (a closed pipe) silences it; the run goes on."""
 
-    def __init__(self, num_steps: int, stream: TextIO) -> None:
+    def __init__(self, num_steps: int, stream: TextIO, columns: int | None = None) -> None:
         super().__init__(num_steps)
         self._stream: TextIO | None = stream
+        self._columns = columns
 
     def note(self, text: str, is_alarm: bool = False) -> None:
         self._print(text)
 
     def step(self, record: Mapping[str, Any], seconds_left: float) -> None:
-        self._print(f"step {record['step']}/{self.num_steps}  {step_summary(record)}  left {duration(seconds_left)}")
+        parts = [f"step {record['step']}/{self.num_steps}", *step_summary(record), f"left {duration(seconds_left)}"]
+        rows = fitted([(part, len(part)) for part in parts], (self._columns or sys.maxsize) - len(INDENT))
+        self._print(f"\n{INDENT}".join("  ".join(row) for row in rows))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         self._print(evaluation_summary(record))
@@ -81,7 +93,8 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Two lines that stay in place: where the run is, and its latest figures. Notes scroll above them."""
+    """Lines that stay in place: where the run is, and its latest figures, in as many rows as the terminal's width asks
+    for (a change of it counts from the next redraw). Notes scroll above them."""
 
     def __init__(self, num_steps: int, console: Any) -> None:
         super().__init__(num_steps)
@@ -123,23 +136,51 @@ class LiveDisplay(Display):
         self._draw()
 
     def _draw(self) -> None:
+        from rich.console import Group
+        from rich.table import Table
+
+        width = self._console.width
+        values = [("held-out", f"{self._accuracy['accuracy']:.3f}")] if self._accuracy else []
+        values += figures(self._latest) if self._latest else []
+        rows = fitted([(pair, max(*map(len, pair), FIGURE_COLUMNS)) for pair in values], width)
+        tables = []
+        for row in rows:
+            table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+            for name, _ in row:
+                table.add_column(name, justify="right", no_wrap=True, min_width=FIGURE_COLUMNS)
+            table.add_row(*(text for _, text in row))
+            tables.append(table)
+        self._live.update(Group(self._head(width), *tables))
+
+    def _head(self, width: int) -> Any:
+        """Where the run is, on one line; a narrow terminal shortens the bar, then cuts the phase."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        head = Table.grid(padding=(0, 2))
-        left = f"left {duration(self._seconds_left)}" if self._latest else ""
-        bar = ProgressBar(total=self.num_steps, completed=self._step, width=24)
-        head.add_row(f"step {self._step}/{self.num_steps}", bar, left, self._phase)
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        values = [("held-out", f"{self._accuracy['accuracy']:.3f}")] if self._accuracy else []
-        values += figures(self._latest) if self._latest else []
-        for name, _ in values:
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_row(*(text for _, text in values))
-        both = Table.grid()
-        both.add_row(head)
-        both.add_row(table)
-        self._live.update(both)
+        texts = [f"step {self._step}/{self.num_steps}"]
+        texts += [f"left {duration(self._seconds_left)}"] if self._latest else []
+        texts += [self._phase] if self._phase else []
+        bar_width = min(BAR_COLUMNS, width - sum(len(text) + 2 for text in texts))
+        head = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+        bar = [ProgressBar(total=self.num_steps, completed=self._step, width=bar_width)] if bar_width >= 4 else []
+        for _ in (*texts, *bar):
+            head.add_column(no_wrap=True)
+        head.add_row(texts[0], *bar, *texts[1:])
+        return head
+
+
+def fitted(items: Sequence[tuple[T, int]], columns: int) -> list[list[T]]:
+    """Items of given widths in as few rows as hold them side by side, two blanks between; an item wider than
+    ``columns`` has a row of its own."""
+    rows: list[list[T]] = []
+    used = columns
+    for item, width in items:
+        if used + 2 + width > columns:
+            rows.append([])
+            used = -2
+        rows[-1].append(item)
+        used += 2 + width
+    return rows
 
 
 def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -158,9 +199,9 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def step_summary(record: Mapping[str, Any]) -> str:
-    text = "  ".join(f"{name} {value}" for name, value in figures(record))
-    return text + ("  (no update)" if record["is_skipped"] else "")
+def step_summary(record: Mapping[str, Any]) -> list[str]:
+    """The figures of a step as words."""
+    return [*(f"{name} {value}" for name, value in figures(record)), *(["(no update)"] if record["is_skipped"] else [])]
 
 
 def evaluation_summary(record: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 import pytest
 
@@ -42,11 +43,37 @@ def test_redirected_output_is_one_plain_line_per_step():
     assert "\x1b" not in out.getvalue()
 
 
-@pytest.mark.parametrize(("columns", "kind"), [("120", LiveDisplay), ("60", PlainDisplay)])
-def test_a_narrow_terminal_gets_plain_lines(monkeypatch, columns, kind):
+@pytest.mark.parametrize(
+    ("columns", "term", "kind"),
+    [
+        ("120", "xterm", LiveDisplay),
+        ("40", "xterm", LiveDisplay),
+        ("20", "xterm", PlainDisplay),
+        ("120", "dumb", PlainDisplay),
+    ],
+)
+def test_a_tiny_or_dumb_terminal_gets_plain_lines(monkeypatch, columns, term, kind):
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("TERM", term)
     assert type(make_display("auto", 10, Terminal())) is kind
+
+
+@pytest.mark.parametrize("columns", [20, 30, 40, 80, 100, 200])
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_no_width_breaks_a_figure_or_loses_one(monkeypatch, columns, term):
+    """At 80 columns a step's line was cut in the middle of words by the terminal."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", term)
+    out = Terminal()
+    display = make_display("auto", 10, out)
+    display.start()
+    display.progress("rollout", 2, 8)
+    display.step(RECORD, 95.0)
+    display.stop()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert max(map(len, re.split(r"[\r\n]+", text))) <= columns
+    for name in ("step 3/10", "left 1m35s", "reward", "0.500", "stragglers", "10%", "1234", "idle", "30%"):
+        assert name in text
 
 
 def test_the_live_table_shows_the_figures(monkeypatch):
