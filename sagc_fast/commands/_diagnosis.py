@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import sagc_fast
 from sagc_fast.bench.machine import cpu_flags, cpu_name, memory_bytes, num_cores, version_of
+from sagc_fast.errors import BackendError, ConfigError, SagcError
 
 Status = Literal["ok", "warning", "failure"]
 Rows = list[tuple[str, str]]
@@ -83,8 +84,16 @@ def diagnose(model: Path | None = None, kv_budget_gb: float = 2.0) -> Diagnosis:
         check_torch, check_single_torch, check_native, check_bf16, check_threads, check_memory, check_numba,
         check_kernels_name, check_generation,
     )  # fmt: skip
-    found.checks += [check() for check in checks]
+    found.checks += [_verdict(check) for check in checks]
     return found
+
+
+def _verdict(check: Callable[[], Check]) -> Check:
+    """What a check says; an error that a user can mend (a forced backend that is missing) is its failure."""
+    try:
+        return check()
+    except SagcError as error:
+        return Check("failure", str(error))
 
 
 def software() -> Rows:
@@ -133,9 +142,12 @@ def operators(device: str) -> Rows:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # check_native says it with its remedy
-        for name in OPERATIONS:
-            for dtype in (torch.float32, torch.bfloat16):
-                resolve(name, device, dtype)
+        try:
+            for name in OPERATIONS:
+                for dtype in (torch.float32, torch.bfloat16):
+                    resolve(name, device, dtype)
+        except BackendError:
+            return [("all", "none: the backend that is asked for is missing, see the checks")]
     because = {"automatic": "the fastest that is there"}
     rows = [
         (what, f"{backend} ({because.get(reason, reason)})")
@@ -150,6 +162,8 @@ def kv_plan(model: Path, budget_gb: float) -> Rows:
     """How far a KV budget goes with a model, in tokens and in sequences."""
     from sagc_fast.model.loader import load_config
 
+    if not budget_gb > 0:
+        raise ConfigError(f"--kv-budget-gb is {budget_gb:g}; give more than 0 GB.")
     config = load_config(model)
     context = config.max_position_embeddings
     lengths = sorted({min(PLANNED_LENGTH, context), context})
@@ -256,7 +270,29 @@ def check_kernels_name() -> Check:
 
 
 def check_generation() -> Check:
-    """A tiny random model must give the same bits for a completion alone and in a batch: the project's promise."""
+    """The self-test. A tiny random model must give the same bits for a completion alone and in a batch, the project's
+    promise, and plain torch must agree with the operators that are used."""
+    from sagc_fast.ops.backend import use_backend
+
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    together = _completions(prompts, 4, [0, 1, 2])[4:6]
+    alone = _completions(prompts[1:2], 2, [1])
+    with use_backend("torch"):
+        plain = _completions(prompts[1:2], 2, [1])
+    if alone != together:
+        return Check("failure", "A completion differs between alone and in a batch; please report this output.")
+    for (tokens, logprobs), (plain_tokens, plain_logprobs) in zip(alone, plain, strict=True):
+        if tokens != plain_tokens or max(abs(a - b) for a, b in zip(logprobs, plain_logprobs, strict=True)) > 1e-4:
+            return Check(
+                "failure", "The operators in use and plain torch disagree; set SAGC_BACKEND=torch, and report."
+            )
+    return Check(
+        "ok", "A completion has the same bits alone and in a batch, and plain torch agrees (tiny random model)."
+    )
+
+
+def _completions(prompts: list[list[int]], size: int, ids: list[int]) -> list[tuple[list[int], list[float]]]:
+    """(tokens, log-probabilities) of ``size`` completions of every prompt by a model of random weights."""
     from sagc_fast import RolloutEngine, SamplingParams
     from sagc_fast.model.config import ModelConfig
     from sagc_fast.model.loader import random_model
@@ -266,16 +302,11 @@ def check_generation() -> Check:
         head_dim=8, max_position_embeddings=64,
     )  # fmt: skip
     params = SamplingParams(max_new_tokens=16, seed=1, ignore_eos=True)
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         engine = RolloutEngine(random_model(config, seed=0), kv_budget_gb=0.01)
-        together = engine.generate(prompts, group_size=4, params=params)
-        alone = engine.generate([prompts[1]], group_size=2, params=params, prompt_ids=[1])
-    wanted = [(c.token_ids, c.logprobs) for c in together[1].completions[:2]]
-    if [(c.token_ids, c.logprobs) for c in alone[0].completions] == wanted:
-        return Check("ok", "A completion has the same bits alone and in a batch (tiny random model).")
-    return Check("failure", "A completion differs between alone and in a batch; please report this with this output.")
+        groups = engine.generate(prompts, group_size=size, params=params, prompt_ids=ids)
+    return [(list(c.token_ids), list(c.logprobs)) for group in groups for c in group.completions]
 
 
 def _package_folder() -> str:

@@ -38,6 +38,38 @@ def test_failed_check_gives_exit_status_1(monkeypatch, capsys, report):
     assert json.loads(capsys.readouterr().out)["checks"] == [{"status": "failure", "sentence": "It is broken."}]
 
 
+def test_forced_backend_that_is_missing_is_a_failure_beside_everything_else(monkeypatch, capsys):
+    """It ended the command with one sentence, without the facts that explain it."""
+    monkeypatch.setenv("SAGC_BACKEND", "flash")
+    monkeypatch.setattr("sagc_fast.ops.backend._choices", {})
+    monkeypatch.setattr("sagc_fast.ops.backend.flash_module", lambda: None)
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "instruction sets" in shown
+    assert "FAIL  Backend 'flash' (environment variable SAGC_BACKEND) is not there" in shown
+
+
+@pytest.mark.parametrize(("call", "words"), [(0, "alone and in a batch"), (2, "plain torch disagree")])
+def test_self_test_sees_a_wrong_log_probability(monkeypatch, call, words):
+    real, calls = diagnosis._completions, iter(range(3))
+
+    def broken(*args):
+        found = real(*args)
+        if next(calls) == call:
+            found = [(tokens, [p + 1e-3 for p in logprobs]) for tokens, logprobs in found]
+        return found
+
+    monkeypatch.setattr(diagnosis, "_completions", broken)
+    check = diagnosis.check_generation()
+    assert check.status == "failure"
+    assert words in check.sentence
+
+
+def test_kv_budget_of_nothing_gives_one_sentence(tmp_path, capsys):
+    assert main(["doctor", "--model", str(tmp_path), "--kv-budget-gb", "-1"]) == 2
+    assert "--kv-budget-gb is -1; give more than 0 GB." in capsys.readouterr().err
+
+
 def test_damaged_native_library_is_a_failure_with_the_remedy(editable, tmp_path):
     python, source = editable
     library = source / "sagc_fast" / "_C.so"
