@@ -25,7 +25,7 @@ EQUAL_STEPS = {"smollm2": 20, "addition": 30, "addition_large": 20}
 LONGER = {"addition": {"G4": 4, "G8": 2, "G16": 1, "sagc": 2, "prompt_aware": 2}}
 """Times those steps that a cell runs in all, so that cells with cheap steps can be compared at the tokens and seconds
 of dear ones; 1 where nothing is said."""
-TRL_STEPS = {"smollm2": 2, "addition": 30}
+TRL_STEPS = {"smollm2": 2, "addition": 30, "addition_large": 20}
 """Steps through TRL's trainer; two are enough to know what a step costs, not what is learnt."""
 STEP_FIELDS = (
     "group_size", "reward_mean", "straggler_rate", "length_mean", "idle_fraction", "num_groups_kept",
@@ -102,6 +102,6 @@ def _ours(model: str, seed: int) -> list[Cell]:
 
 
 def _through_trl(model: str, seed: int) -> list[Cell]:
-    algorithms = ALGORITHMS if model == "addition" and seed == 0 else ALGORITHMS[:1]
-    controllers = FIXED if model in TRL_STEPS else ()
-    return [Cell(model, algorithm, controller, seed, TRL) for algorithm in algorithms for controller in controllers]
+    """One seed of everything but the large policy's DAPO, the other seeds with GRPO."""
+    algorithms = ALGORITHMS if model != "addition_large" and seed == 0 else ALGORITHMS[:1]
+    return [Cell(model, algorithm, controller, seed, TRL) for algorithm in algorithms for controller in FIXED]

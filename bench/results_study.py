@@ -6,8 +6,8 @@ its prompt-aware variant, up to three seeds; the fixed sizes through TRL's train
 
 A run whose figures stand in docs/runs/results is not run again, so the study can be stopped at any time and goes on
 where it was. It needs `sagc-fast fetch smollm2`, reasoning-gym, and for the rows of TRL a Python that has trl. Runs use
-one thread and one process, after one another; seconds are CPU seconds of the training process, because the wall clock
-of a busy machine measures its neighbours.
+one thread and one process, after one another; comparisons are in CPU seconds of the training process, because the wall
+clock of a busy machine measures its neighbours; the wall clock is stored beside them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import subprocess
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,9 @@ def run_ours(config: TrainConfig) -> tuple[list[dict[str, Any]], list[dict[str, 
     """(rows by step, rows by held-out evaluation)."""
     records = studies.train(config)
     sizes = [{"group_size": r["group_size_mean"]} if "group_size_mean" in r else {} for r in records]
-    return studies.split_records([r | size for r, size in zip(records, sizes, strict=True)], STEP_FIELDS)
+    steps, evaluations = studies.split_records([r | size for r, size in zip(records, sizes, strict=True)], STEP_FIELDS)
+    wall = accumulate(r["step_seconds"] for r in records if r["event"] != "eval")
+    return [step | {"wall_seconds": round(total, 3)} for step, total in zip(steps, wall, strict=True)], evaluations
 
 
 def run_trl(cell: Cell, config: TrainConfig, python: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -42,6 +42,7 @@ def at_equal_steps(cell: Cell) -> dict[str, float]:
     return {
         "straggler_rate": part["straggler_rate"].mean(),
         "cpu_seconds": part["cpu_seconds"][-1],
+        "wall_seconds": part["wall_seconds"][-1],
         "tokens": part["tokens"][-1],
         "idle_fraction": part["idle_fraction"].mean(),
         "reward": part["reward_mean"][-WINDOW:].mean(),
@@ -80,10 +81,10 @@ def equal_steps() -> Iterator[str]:
         yield f"*{TITLES[model]}, {algorithm.upper()}: {EQUAL_STEPS[model]} steps, seeds {_names(seeds)}*"
         yield ""
         yield (
-            "| trainer | G | mean G | straggler rate | CPU s | tokens | idle | reward | held-out (lowest, highest) "
-            "| mean length |"
+            "| trainer | G | mean G | straggler rate | CPU s | wall s | tokens | idle | reward "
+            "| held-out (lowest, highest) | mean length |"
         )
-        yield "|" + "---|" * 10
+        yield "|" + "---|" * 11
         for group in _groups(model, algorithm, seeds):
             figures = [at_equal_steps(cell) for cell in group]
             yield _row(_trainer(group, figures), LABELS[group[0].controller], *_cells_of(figures))
@@ -146,9 +147,9 @@ def fair() -> Iterator[str]:
 def every_run() -> Iterator[str]:
     """A line for every run that there is, averaged or not."""
     yield "| model | algorithm | trainer | G | seed | steps | " + " | ".join(
-        ("mean G", "straggler rate", "CPU s", "tokens", "idle", "reward", "held-out", "mean length")
+        ("mean G", "straggler rate", "CPU s", "wall s", "tokens", "idle", "reward", "held-out", "mean length")
     ) + " |"  # fmt: skip
-    yield "|" + "---|" * 14
+    yield "|" + "---|" * 15
     done = [cell for cell in cells() if cell.is_done]
     for cell in sorted(done, key=lambda c: (MODELS.index(c.model), ALGORITHMS.index(c.algorithm), c.trainer == OURS)):
         figures = at_equal_steps(cell)
@@ -202,10 +203,13 @@ def _trainer(group: Sequence[Cell], figures: Sequence[dict[str, float]]) -> str:
 
 
 def _cells_of(figures: Sequence[dict[str, float]]) -> Iterator[str]:
+    """The wall clock is the mean over the seeds that have one."""
+    walls = [f["wall_seconds"] for f in figures if not np.isnan(f["wall_seconds"])]
     mean = {name: _mean(f[name] for f in figures) for name in figures[0]}
     yield f"{mean['group_size']:.1f}"
     yield f"{mean['straggler_rate']:.2f}"
     yield _significant(mean["cpu_seconds"])
+    yield _significant(_mean(walls) if walls else np.nan)
     yield f"{mean['tokens']:,.0f}"
     yield f"{mean['idle_fraction']:.2f}"
     yield f"{mean['reward']:.3f}"

@@ -93,9 +93,12 @@ def _read(path: Path, mtime_ns: int, size: int, names: tuple[str, ...]) -> dict[
 
 
 def columns(path: Path, key: Row) -> Run:
-    """The run's numbers; ``smooth`` is the reward as a mean over the last :data:`WINDOW` steps."""
+    """The run's numbers, nan where a row has none; ``smooth`` is the reward as a mean over the last :data:`WINDOW`
+    steps."""
     rows = list(rows_of(path, key))
-    run = {name: np.array([float(r[name]) for r in rows]) for name in (rows[0] if rows else ()) if name not in key}
+    run = {
+        name: np.array([float(r[name] or "nan") for r in rows]) for name in (rows[0] if rows else ()) if name not in key
+    }
     if run:
         run["smooth"] = running_mean(run["reward_mean"])
     return run

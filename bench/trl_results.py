@@ -64,13 +64,14 @@ def main() -> None:
         return rewards
 
     class Recorder(transformers.TrainerCallback):
-        tokens, seconds = 0, 0.0
+        tokens, seconds, wall_seconds = 0, 0.0, 0.0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.started = time.process_time()
+            self.started, self.wall_started = time.process_time(), time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             self.seconds += time.process_time() - self.started
+            self.wall_seconds += time.perf_counter() - self.wall_started
             lengths = [length for _, length in sampled]
             self.tokens += sum(lengths)
             groups = [lengths[i : i + group_size] for i in range(0, len(lengths), group_size)]
@@ -85,6 +86,7 @@ def main() -> None:
                 "num_groups_sampled": len(groups),
                 "tokens": self.tokens,
                 "cpu_seconds": self.seconds,
+                "wall_seconds": self.wall_seconds,
             }
             sampled.clear()
             print(json.dumps(record), file=lines, flush=True)
