@@ -17,6 +17,7 @@ from sagc_fast import profiling
 from sagc_fast.cli import main
 from sagc_fast.commands.profile import nsight_command, phase_records
 from sagc_fast.profiling import STEP, Recorder, annotate, ranged, recording
+from sagc_fast.rollout.model_runner import MOST_STEPS
 
 
 @ranged("work")
@@ -116,7 +117,8 @@ def train(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         "model: {path: addition}\ntask: {name: addition, max_new_tokens: 24}\nrollout: {prompts_per_step: 3}\n"
-        "controller: {kind: fixed, group_size: 4}\nevaluation: {num_problems: 0}\nsteps: 3\nthreads: 1\n",
+        "controller: {kind: fixed, group_size: 4}\nevaluation: {num_problems: 0}\nsteps: 3\nthreads: 1\n"
+        "metrics: {timeline_every: 1}\n",
         encoding="utf-8",
     )
     return ["train", "--config", str(config), "--run-dir", str(tmp_path / "run")]
@@ -128,7 +130,14 @@ def test_the_profile_of_a_training_run_names_its_phases_and_leaves_a_trace(train
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     calls = {record["phase"]: record["calls"] for record in result["phases"]}
     assert calls["step"] == calls["step/rollout"] == calls["step/update"] == 2
-    assert calls["step/rollout/engine step/forward"] >= 2  # a burst of decode steps is one call
+    plan = "step/rollout/engine step"
+    num_plans, num_forwards, num_bursts = (calls.get(path, 0) for path in (plan, f"{plan}/forward", f"{plan}/decode"))
+    assert num_plans == calls[f"{plan}/schedule"] == num_forwards + num_bursts
+    timeline = (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()
+    num_steps = sum(len(json.loads(line)["active_rows"]) for line in timeline[1:])  # the first step is not recorded
+    assert num_plans <= num_steps <= num_forwards + MOST_STEPS * num_bursts
+    assert num_forwards >= 2  # prompts, in each of the two rollouts
+    assert num_steps > 10
     assert calls["step/update/backward"] >= 1
     trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
     assert sum(event.get("name") == "sagc:step" and event.get("ph") == "X" for event in trace["traceEvents"]) == 2

@@ -268,10 +268,14 @@ print(less, more, all(map(torch.equal, saved, plain)))
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from /proc")
 def test_checkpointed_activations_need_a_fraction_of_the_memory():
-    """2,048 tokens through 24 layers: one [T, E] a layer and the inside of one, not the inside of all."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """2,048 tokens through 24 layers: one [T, E] a layer and the inside of one, not the inside of all.
+
+    The C library is told to give every tensor pages of its own. By default it grows its heap instead once large blocks
+    have been freed, and the holes in that heap, up to 120 MiB and other ones in every run, were most of the peak.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
     command = [sys.executable, "-c", CHECKPOINT_PROBE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     less, more, is_same = done.stdout.split()
-    assert float(less) < 0.6 * float(more), done.stdout
+    assert float(less) < 0.2 * float(more), done.stdout
     assert is_same == "True"
