@@ -26,6 +26,10 @@ class KVBudgetError(SagcError, ValueError):
     """A KV-cache budget that cannot hold even one of the requested sequences."""
 
 
+class DivergenceError(SagcError, RuntimeError):
+    """A policy whose logits are NaN or infinite, because its weights are or because it overflows."""
+
+
 class DatasetError(SagcError, ValueError):
     """A prompt source that is missing or malformed; the message names file and line."""
 

@@ -15,6 +15,7 @@ import torch
 from sagc_fast.errors import ConfigError, KVBudgetError
 from sagc_fast.rollout.call import Call, CallSettings, OnGroup
 from sagc_fast.rollout.decode_graphs import GRAPHS_MODES, DecodeGraphs, GraphsMode, burst_device
+from sagc_fast.rollout.divergence import divergence_named
 from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 from sagc_fast.rollout.lengths import LengthHistory
 from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, check_request
@@ -148,7 +149,8 @@ class RolloutEngine:
                 and ends it; the engine stays usable.
 
         Returns the groups in prompt order. All checks precede all work: PromptError for prompts and parameters,
-        KVBudgetError when one completion alone could outgrow the KV budget.
+        KVBudgetError when one completion alone could outgrow the KV budget. DivergenceError when logits turn out NaN or
+        infinite.
         """
         started = perf_counter()
         if not self._lock.acquire(blocking=False):
@@ -175,7 +177,7 @@ class RolloutEngine:
                 policy_version=self.policy_version,
             )
             kv = self._kv_for(requests, settings.capacity_rows)
-            with _torch_threads(self.threads):
+            with _torch_threads(self.threads), divergence_named(self.model):
                 call = Call(
                     self.model, kv, requests, settings, self.lengths, self._detokenizer, self._speculation, self._graphs
                 )

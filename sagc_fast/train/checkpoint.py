@@ -67,8 +67,10 @@ class CheckpointStore:
         target = self.folder / f"step-{step:06d}"
         aside = self.folder / f".writing-{target.name}"
         steps = [s for s in self.steps() if s != step]
-        intact = f"Checkpoint step-{max(steps):06d} is intact." if steps else "There is no earlier checkpoint."
-        with writing(f"Checkpoint {target}", f"{intact} Then continue with --resume."):
+        consequence = "There is no earlier one; --resume starts anew."
+        if steps:
+            consequence = f"Checkpoint step-{max(steps):06d} is intact; --resume continues from it."
+        with writing(f"Checkpoint {target}", consequence):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(aside, ignore_errors=True)

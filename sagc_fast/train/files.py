@@ -16,6 +16,7 @@ from sagc_fast.errors import CheckpointError
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
+    errno.EFBIG: "it would be larger than the limit on file sizes; raise it (ulimit -f)",
     errno.EROFS: "the file system is read-only; choose another run_dir",
     errno.EACCES: "the folder is not writable; change its permissions or choose another run_dir",
     errno.EPERM: "the folder is not writable; change its permissions or choose another run_dir",

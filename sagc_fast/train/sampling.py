@@ -14,7 +14,7 @@ from typing import Any
 
 from sagc_fast.algo.config import FilterConfig
 from sagc_fast.algo.filters import has_signal, refill_size
-from sagc_fast.errors import SagcError
+from sagc_fast.errors import DivergenceError
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.base import Problem, Score
@@ -121,7 +121,7 @@ def score_while_sampling(
     """Sample a group per problem, of one size or of each its own. As soon as it is complete it goes to the scoring
     workers and is laid out by ``prepare``, while the engine goes on with the others.
 
-    Raises SagcError when the policy's logits are no longer finite.
+    Raises DivergenceError when the policy's logits are not finite.
     """
     problems = drawn.problems
     tickets: dict[int, Any] = {}
@@ -139,7 +139,7 @@ def score_while_sampling(
             progress(len(tickets), len(problems))
 
     own_params = [replace(params, stop=problem.stop) for problem in problems]
-    with _divergence_named():
+    with _remedy_named(engine):
         groups = engine.generate(drawn.token_ids, group_size, own_params, prompt_ids=prompt_ids, on_group=on_group)
     ended = time.perf_counter()
     scored = [ScoredGroup(g, problems[i], pool.results(tickets[i]), packed[i]) for i, g in enumerate(groups)]
@@ -147,16 +147,16 @@ def score_while_sampling(
 
 
 @contextlib.contextmanager
-def _divergence_named() -> Iterator[None]:
-    """Within: the operators' check of the logits becomes a sentence for the user of a run."""
+def _remedy_named(engine: RolloutEngine) -> Iterator[None]:
+    """Within: logits that are no longer finite say what to do about it in a run; at its start the model is to blame."""
     try:
         yield
-    except RuntimeError as error:
-        if "Logits are not finite" not in str(error):
+    except DivergenceError as error:
+        if engine.policy_version == 0:
             raise
-        raise SagcError(
-            "The policy's logits are not finite any more: its weights have diverged. Lower optimizer.learning_rate or "
-            "optimizer.max_grad_norm and start anew, or continue from the newest checkpoint with --resume --force."
+        raise DivergenceError(
+            f"{error} Training has diverged: lower optimizer.learning_rate or optimizer.max_grad_norm and start anew, "
+            "or continue from the newest checkpoint with --resume --force."
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -155,6 +156,41 @@ def flat(groups):
 
 def call(rewards, ids, options, **more):
     return group_advantages(rewards, ids, **{k: v for k, v in options.items() if k != "baseline_and_scale"}, **more)
+
+
+def plain_advantages(groups, valid, options):
+    """The formulas of the docstring in plain Python, one completion at a time."""
+    kept = [[r for r, v in zip(g, vs, strict=True) if v] for g, vs in zip(groups, valid, strict=True)]
+    centred = [[r - statistics.fmean(k) for r in k] for k in kept]
+    if options["baseline"] == "loo":
+        centred = [[c * len(k) / max(len(k) - 1, 1) for c in cs] for cs, k in zip(centred, kept, strict=True)]
+    everything = [c for cs in centred for c in cs]
+    result = []
+    for group, vs, k in zip(groups, valid, kept, strict=True):
+        for reward, is_valid in zip(group, vs, strict=True):
+            if not is_valid or len(set(k)) < 2:
+                result.append(0.0)
+                continue
+            mean = statistics.fmean(k)
+            others = (sum(k) - reward) / (len(k) - 1)
+            value = reward - (others if options["baseline"] == "loo" else mean)
+            if options["scale"] == "std":
+                value /= math.sqrt(sum((r - mean) ** 2 for r in k) / (len(k) - options["ddof"])) + options["eps"]
+            elif options["scale"] == "batch":
+                value /= (
+                    math.sqrt(sum(c * c for c in everything) / (len(everything) - options["ddof"])) + options["eps"]
+                )
+            result.append(value * len(k) / (len(k) - 1) if options["adv_scale"] == "loo" else value)
+    return result
+
+
+@settings(max_examples=150, deadline=None)
+@given(GROUPS, OPTIONS, st.randoms(use_true_random=False))
+def test_any_combination_of_options_equals_the_plain_formula(groups, options, rng):
+    rewards, ids = flat(groups)
+    valid = [[rng.random() < 0.8 for _ in group] for group in groups]
+    result = call(rewards, ids, options, valid_C=torch.tensor([v for vs in valid for v in vs]))
+    assert result.tolist() == pytest.approx(plain_advantages(groups, valid, options), rel=1e-12, abs=1e-13)
 
 
 @settings(max_examples=60, deadline=None)

@@ -111,7 +111,8 @@ def plain_loss(b, c):
                 objective = objective * weight
             u = b.ref[t] - b.logp[t]
             kl = {"k1": -u, "k2": u**2 / 2, "k3": torch.exp(u) - u - 1}[c.kl_estimator]
-            subtotal = subtotal - objective + c.kl_beta * kl - c.entropy_coef * b.entropy[t]
+            penalty = c.kl_beta * kl if c.kl_in == "loss" else 0.0
+            subtotal = subtotal - objective + penalty - c.entropy_coef * b.entropy[t]
         total = total + (subtotal / len(tokens) if c.aggregation == "sequence" else subtotal)
     return (
         total / {"sequence": num_sequences, "token": num_tokens, "constant": MAX_LENGTH * num_sequences}[c.aggregation]
@@ -137,6 +138,41 @@ def test_loss_and_gradient_equal_the_plain_formula(name, lengths):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-13)
     if len(lengths) == 5:  # enough completions for some to be within their bounds
         assert ours[1][batch.mask].abs().sum() > 0
+
+
+@st.composite
+def any_config(draw):
+    """Every option at once, each of its values as likely as the others."""
+    objective = draw(st.sampled_from(["clip", "cispo"]))
+    return LossConfig(
+        objective=objective,
+        ratio_level=draw(st.sampled_from(["token", "sequence"])),
+        clip_low=draw(st.sampled_from([0.0, 0.05, 0.2, 1.0])),
+        clip_high=draw(st.sampled_from([0.0, 0.1, 0.28, math.inf])),
+        dual_clip=draw(st.sampled_from([None, 1.2, 3.0])) if objective == "clip" else None,
+        aggregation=draw(st.sampled_from(["sequence", "token", "constant"])),
+        kl_beta=draw(st.sampled_from([0.0, 0.4])),
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
+        kl_in=draw(st.sampled_from(["loss", "reward"])),
+        entropy_coef=draw(st.sampled_from([0.0, 0.1, -0.1])),
+        rollout_is=draw(st.sampled_from(["none", "truncate", "mask"])),
+        rollout_is_cap=draw(st.sampled_from([1.1, 2.0])),
+        rollout_is_floor=draw(st.sampled_from([0.0, 0.7])),
+        rollout_is_level=draw(st.sampled_from(["token", "sequence"])),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_config(), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 10**6))
+def test_any_combination_of_options_equals_the_plain_formula(config, lengths, seed):
+    batch = random_batch(seed, lengths)
+    normalizer = loss_normalizer(batch.lengths, config, MAX_LENGTH)
+    if not batch.mask.any():
+        return
+    ours = value_and_gradients(batch, lambda b: loss_of(b, config, normalizer).loss)
+    plain = value_and_gradients(batch, lambda b: plain_loss(b, config))
+    for x, y in zip(ours, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from sagc_fast.cli import main
 
@@ -122,3 +124,22 @@ def test_a_folder_without_tokenizer_is_named(hf_folder, capsys):
 def test_the_shipped_policy_goes_by_its_name(capsys):
     assert main(["generate", "--model", "addition", "--prompt", "2+3=", "--n", "2", "--json"]) == 0
     assert len(lines(capsys)[0]["completions"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (float("nan"), "its weight layers.1.down_weight holds NaN or infinity; take an earlier checkpoint"),
+        (3e38, "its products overflow in float32 (largest weight 3e+38); take an earlier checkpoint."),
+    ],
+)
+def test_a_model_whose_logits_are_not_finite_is_one_sentence(folder, tmp_path, capsys, value, sentence):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"].fill_(value)
+    save_file(weights, broken / "model.safetensors")
+    assert main(["generate", "--model", str(broken), "--prompt", "abc", "--n", "2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sagc-fast: The policy's logits are not finite: ")
+    assert sentence in error

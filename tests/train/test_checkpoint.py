@@ -114,6 +114,16 @@ def test_a_failing_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch, c
     assert store.latest().step == 5
 
 
+def test_a_first_checkpoint_that_fails_says_that_there_is_none(tmp_path):
+    def fail(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    with pytest.raises(CheckpointError, match=r"the disk is full; .*There is no earlier one; --resume starts anew"):
+        store.save(2, fail, {})
+    assert store.latest() is None
+
+
 def test_a_really_full_disk(tmp_path):
     """The system's own refusal, raised inside the safetensors library: a limit on file size stands for the full disk
     (mounting a small one needs root), with the signal that would kill the process turned off."""
@@ -122,7 +132,7 @@ def test_a_really_full_disk(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"cannot be written: .*File too large.*step-000005 is intact"):
+        with pytest.raises(CheckpointError, match=r"cannot be written: .*ulimit -f.*step-000005 is intact"):
             store.save(10, lambda f: save_file({"w": torch.zeros(150_000)}, f / "model.safetensors"), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from train_tiny import tiny_values
 
 from sagc_fast.config import ControllerOptions, TrainConfig
-from sagc_fast.errors import CheckpointError, ConfigError, ModelLoadError, RewardError, SagcError
+from sagc_fast.errors import CheckpointError, ConfigError, DivergenceError, ModelLoadError, RewardError, SagcError
 from sagc_fast.train import files
 from sagc_fast.train.parts import build_controller
 from sagc_fast.train.trainer import Trainer
@@ -353,8 +354,20 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_dumped(tiny, monkeypat
 def test_weights_that_have_diverged_end_the_run_in_one_sentence(tiny):
     """Finite gradients may lead there as well: the next rollout finds it. It used to be a traceback."""
     config = tiny(steps=9, optimizer={"learning_rate": 1e20, "warmup_steps": 0}, evaluation={"num_problems": 0})
-    with pytest.raises(SagcError, match=r"weights have diverged\. Lower optimizer\.learning_rate"):
+    with pytest.raises(DivergenceError, match=r"(overflow|holds NaN).*has diverged: lower optimizer\.learning_rate"):
         Trainer(config).fit()
+
+
+def test_a_model_that_is_broken_before_training_is_named_as_such(tiny, policy, tmp_path):
+    """Nothing was trained yet: a lower learning rate would not help."""
+    folder = tmp_path / "broken"
+    shutil.copytree(policy, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(DivergenceError, match=r"weight layers\.0\.down_weight holds NaN or infinity") as caught:
+        Trainer(tiny(model={"path": str(folder)}, steps=1)).fit()
+    assert "learning_rate" not in str(caught.value)
 
 
 def test_too_many_of_them_in_a_row_stop_the_run(tiny, monkeypatch):

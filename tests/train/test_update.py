@@ -6,13 +6,17 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from sagc_fast.algo.advantage import group_advantages
 from sagc_fast.algo.config import make_algorithm
+from sagc_fast.algo.loss import loss_normalizer, policy_loss
+from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
 from sagc_fast.config import OptimizerOptions, UpdateOptions
 from sagc_fast.model.loader import load_model
 from sagc_fast.tasks.base import Problem, Score
@@ -48,6 +52,11 @@ def plain_logprobs(model, prompt, tokens, temperature=1.0):
     return logp.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+def plain_entropy(model, prompt, tokens):
+    logp = torch.log_softmax(model.forward_dense(torch.tensor(prompt + tokens)).float(), -1)[len(prompt) - 1 : -1]
+    return -(logp.exp() * logp).sum(-1)
+
+
 def updater(model, algorithm=None, reference=None, learning_rate=1e-3, processes=ALONE, **options) -> PolicyUpdater:
     optimizer = PolicyOptimizer(model, OptimizerOptions(learning_rate=learning_rate, warmup_steps=0))
     return PolicyUpdater(
@@ -63,10 +72,12 @@ def updater(model, algorithm=None, reference=None, learning_rate=1e-3, processes
     )
 
 
-def captured_gradient(policy, groups, algorithm=None, **options):
+def captured_gradient(policy, groups, algorithm=None, reference=None, **options):
     """(gradient, result) of the first optimizer update, before it is applied."""
     model = load_model(policy)
-    u = updater(model, algorithm, reference=load_model(policy) if "kl_beta" in (algorithm or {}) else None, **options)
+    if reference is None and "kl_beta" in (algorithm or {}):
+        reference = load_model(policy)
+    u = updater(model, algorithm, reference, **options)
     gradients = {}
 
     def capture() -> float:
@@ -118,6 +129,86 @@ def test_the_gradient_is_that_of_the_formula_on_plain_sequences(policy):
         torch.testing.assert_close(packed[name], p.grad, rtol=1e-4, atol=1e-6)
 
 
+FORMULAS = {
+    "dapo": {"name": "dapo", "overlong_cache_fraction": 0.5},
+    "dr_grpo": {"name": "dr_grpo"},
+    "gspo": {"name": "gspo", "clip_low": 0.02, "clip_high": 0.03},
+    "cispo": {"name": "cispo", "clip_high": 0.05},
+    "rloo": {"name": "rloo", "mask_truncated": True},
+    "reinforce_pp, dual clip": {"name": "reinforce_pp", "dual_clip": 1.1},
+    "k3 in the loss, entropy": {"name": "grpo", "kl_beta": 0.3, "entropy_coef": 0.05},
+    "k2 in the loss": {"name": "dapo", "kl_beta": 0.3, "kl_estimator": "k2"},
+    "k1 in the reward": {"name": "grpo", "kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+    "adv_scale": {"name": "grpo", "adv_scale": "loo", "scale": "none"},
+}
+
+
+@pytest.mark.parametrize("options", FORMULAS.values(), ids=FORMULAS.keys())
+@pytest.mark.parametrize("split", [10_000, 25], ids=["whole", "split"])
+def test_every_part_of_an_algorithm_reaches_the_gradient(policy, options, split):
+    """Off policy: the sampled log-probs are another policy's. One sequence at a time in place of packs, the loss as a
+    function of plain log-probs (which has float64 tests of its own), and a reference that is not the policy."""
+    model, reference, algorithm = load_model(policy), load_model(policy), make_algorithm(options)
+    with torch.no_grad():
+        reference.lm_head_weight.mul_(1.2)
+    noise = torch.Generator().manual_seed(1)
+    groups = [_shift(g, lambda: 0.1 * torch.randn((), generator=noise).item()) for g in scored_groups(model)]
+    rows = [(g, completion) for g in groups for completion in g.group.completions]
+    lengths_C = torch.tensor([len(c.token_ids) for _, c in rows])
+    index_N = torch.repeat_interleave(lengths_C)
+
+    def flat_logprobs(policy_model):
+        return torch.cat([plain_logprobs(policy_model, g.group.prompt_token_ids, c.token_ids) for g, c in rows])
+
+    valid_C = torch.tensor([not (algorithm.filters.mask_truncated and c.is_truncated) for _, c in rows])
+    rollout_N = torch.tensor([x for _, c in rows for x in c.logprobs])
+    ref_N = flat_logprobs(reference).detach()
+    rewards_C = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
+    rewards_C = shape_rewards(rewards_C, lengths_C, MAX_LENGTH, algorithm.filters)
+    rewards_C = kl_penalised_rewards(rewards_C, rollout_N, ref_N, index_N, config=algorithm.loss)
+    ids_C = torch.tensor([g.group.prompt_index for g, _ in rows])
+    advantages_C = group_advantages(rewards_C, ids_C, valid_C=valid_C, **asdict(algorithm.advantage))
+    entropy_N = torch.cat([plain_entropy(model, g.group.prompt_token_ids, c.token_ids) for g, c in rows])
+    output = policy_loss(
+        flat_logprobs(model), rollout_N, advantages_C, index_N, valid_C[index_N], config=algorithm.loss,
+        normalizer=loss_normalizer(torch.where(valid_C, lengths_C, 0), algorithm.loss, MAX_LENGTH),
+        ref_logp_N=ref_N, rollout_logp_N=rollout_N, entropy_N=entropy_N,
+    )  # fmt: skip
+    output.loss.backward()
+
+    packed, result = captured_gradient(policy, groups, options, reference=reference, micro_batch_tokens=split)
+    assert result.losses[0] == pytest.approx(output.loss.item(), rel=1e-4, abs=1e-6)
+    assert max(float(p.grad.abs().max()) for p in model.parameters()) > 1e-4
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(packed[name], p.grad, rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"rollout_is": "truncate", "rollout_is_cap": 1.05}, {"rollout_is": "mask"}], ids=str
+)
+def test_recomputed_log_probs_are_weighed_by_their_difference_to_the_rollouts(policy, options):
+    """On policy after recomputing: the gradient is A times the weight pi_old / pi_rollout, truncated or masked."""
+    model = load_model(policy)
+    noise = torch.Generator().manual_seed(1)
+    groups = [_shift(g, lambda: 0.1 * torch.randn((), generator=noise).item()) for g in scored_groups(model)]
+    loss, num_tokens = 0.0, 39
+    for g in groups:
+        r = torch.tensor(g.rewards, dtype=torch.float64)
+        advantages = (r - r.mean()) / (r.std() + 1e-4)
+        for completion, a in zip(g.group.completions, advantages.tolist(), strict=True):
+            logp = plain_logprobs(model, g.group.prompt_token_ids, completion.token_ids)
+            weight = torch.exp(logp.detach() - torch.tensor(completion.logprobs))
+            weight = weight.clamp(max=1.05) if options["rollout_is"] == "truncate" else weight * (weight <= 2.0)
+            loss = loss - (a * weight * torch.exp(logp - logp.detach())).sum() / num_tokens
+    loss.backward()
+    packed, result = captured_gradient(
+        policy, groups, {"name": "grpo", "aggregation": "token", **options}, old_logprobs="recompute"
+    )
+    assert result.metrics.means()["is_weight"] != pytest.approx(1.0, abs=1e-4)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(packed[name], p.grad, rtol=1e-3, atol=2e-6)
+
+
 def test_groups_without_signal_cost_nothing_and_still_count(policy):
     model = load_model(policy)
     groups = scored_groups(model)
@@ -155,7 +246,7 @@ def test_rollout_and_recomputed_log_probs_agree_and_the_difference_is_reported(p
         gradient, result = captured_gradient(policy, groups, old_logprobs=mode)
         assert result.logprob_difference.num_tokens == 39
         assert result.logprob_difference.max_abs < 1e-5
-    shifted = [_shift(g, 0.5) for g in groups]
+    shifted = [_shift(g, lambda: 0.5) for g in groups]
     for mode in ("rollout", "recompute"):
         _, result = captured_gradient(policy, shifted, old_logprobs=mode)
         assert result.logprob_difference.mean_abs == pytest.approx(0.5, abs=1e-4)
@@ -164,8 +255,8 @@ def test_rollout_and_recomputed_log_probs_agree_and_the_difference_is_reported(p
         torch.testing.assert_close(recomputed[name], g, rtol=1e-4, atol=1e-6)
 
 
-def _shift(scored: ScoredGroup, by: float) -> ScoredGroup:
-    completions = [replace(c, logprobs=[x + by for x in c.logprobs]) for c in scored.group.completions]
+def _shift(scored: ScoredGroup, by: Callable[[], float]) -> ScoredGroup:
+    completions = [replace(c, logprobs=[x + by() for x in c.logprobs]) for c in scored.group.completions]
     return replace(scored, group=replace(scored.group, completions=completions))
 
 
