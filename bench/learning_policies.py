@@ -15,14 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from sagc_fast import ops
 from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.loader import random_model, save_model
 from sagc_fast.tasks.addition import AdditionConfig
-from sagc_fast.tasks.addition_sft import BOS, EOS, SHAPE, SPECIAL_TOKENS, draw_answer, learning_rate
+from sagc_fast.tasks.addition_sft import BOS, EOS, SHAPE, SPECIAL_TOKENS, draw_answer, fit
 from sagc_fast.tasks.base import Problem, Task, make_task
 from sagc_fast.train.packing import MicroBatch, PackItem, build_micro_batch
 
@@ -92,22 +88,8 @@ def make_policy(recipe: PolicyRecipe, task_options: Mapping[str, Any], folder: P
     per token."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *recipe.characters))}
     model = random_model(dataclasses.replace(recipe.shape, vocab_size=len(vocabulary)), seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(0), betas=(0.9, 0.98), weight_decay=0.01)
     batches = _batches(make_task(task_options, seed=TASK_SEED), recipe, vocabulary)
-    losses: list[float] = []
-    for step in range(recipe.num_steps):
-        batch = next(batches)
-        hidden_TE = model.forward_packed(batch.token_ids_T, batch.layout)
-        hidden_NE = hidden_TE.index_select(0, batch.source_rows_N)
-        logprob_N, _ = ops.token_logprobs(hidden_NE, model.lm_head_weight, batch.targets_N)
-        loss = -logprob_N.mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = list(fit(model, batches, recipe.num_steps))
     save_model(model, folder)
     _save_tokenizer(folder, vocabulary)
     return sum(losses[-100:]) / len(losses[-100:])

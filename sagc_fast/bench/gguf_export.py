@@ -36,7 +36,14 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
     tensor_type, file_type = kinds[dtype]
     model = load_model(folder, dtype=dtype)
     writer = GGUFWriter(out, model.config.family)
-    _write_config(writer, model.config)
+    write_shape(writer, model.config)
+    writer.add_rope_dimension_count(model.config.head_dim)
+    writer.add_vocab_size(model.config.vocab_size)
+    writer.add_tokenizer_model("none")
+    if model.config.rope_scaling is not None:
+        frequencies = plain_frequencies(model.config.head_dim, model.config.rope_theta)
+        factors = frequencies / llama3_scaled(frequencies, model.config.rope_scaling)
+        writer.add_tensor(ROPE_FACTORS, factors.numpy().astype(np.float32))
     writer.add_file_type(file_type)
     for slot in weight_slots(model.config):
         values = slot.view(model).detach().float()
@@ -53,7 +60,8 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
     writer.close()
 
 
-def _write_config(writer: Any, config: ModelConfig) -> None:
+def write_shape(writer: Any, config: ModelConfig) -> None:
+    """The metadata that say what a decoder looks like, on a ``gguf.GGUFWriter``."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
@@ -63,14 +71,7 @@ def _write_config(writer: Any, config: ModelConfig) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    if config.rope_scaling is not None:
-        frequencies = plain_frequencies(config.head_dim, config.rope_theta)
-        factors = frequencies / llama3_scaled(frequencies, config.rope_scaling)
-        writer.add_tensor(ROPE_FACTORS, factors.numpy().astype(np.float32))
 
 
 def _pairs_from_halves(values: torch.Tensor, head_dim: int) -> torch.Tensor:

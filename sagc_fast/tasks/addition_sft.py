@@ -131,15 +131,23 @@ def learning_rate(step: int) -> float:
 def train(num_steps: int, batch_tokens: int, seed: int) -> Transformer:
     """A policy trained from random weights; prints the mean loss in nats per token every few steps."""
     model = random_model(SHAPE, seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    batches = draw_batches(AdditionTask(), seed, batch_tokens)
     start, losses = time.monotonic(), []
+    for step, loss in enumerate(fit(model, draw_batches(AdditionTask(), seed, batch_tokens), num_steps), 1):
+        losses.append(loss)
+        if step % 200 == 0 or step == num_steps:
+            print(f"step {step}  loss {sum(losses) / len(losses):.4f}  {time.monotonic() - start:.0f} s", flush=True)
+            losses = []
+    return model
+
+
+def fit(model: Transformer, batches: Iterator[MicroBatch], num_steps: int) -> Iterator[float]:
+    """Supervised updates of ``model`` in place, one as each item is asked for: the step's loss in nats per token."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(0), betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(num_steps):
         batch = next(batches)
         hidden_TE = model.forward_packed(batch.token_ids_T, batch.layout)
-        logprob_N, _ = ops.token_logprobs(
-            hidden_TE.index_select(0, batch.source_rows_N), model.lm_head_weight, batch.targets_N
-        )
+        hidden_NE = hidden_TE.index_select(0, batch.source_rows_N)
+        logprob_N, _ = ops.token_logprobs(hidden_NE, model.lm_head_weight, batch.targets_N)
         loss = -logprob_N.mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -147,13 +155,7 @@ def train(num_steps: int, batch_tokens: int, seed: int) -> Transformer:
             group["lr"] = learning_rate(step)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        if (step + 1) % 200 == 0 or step + 1 == num_steps:
-            print(
-                f"step {step + 1}  loss {sum(losses) / len(losses):.4f}  {time.monotonic() - start:.0f} s", flush=True
-            )
-            losses = []
-    return model
+        yield loss.item()
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sagc_fast.bench.gguf_export import write_shape
 from sagc_fast.commands import fetch
 from sagc_fast.errors import ConfigError, ModelLoadError
 from sagc_fast.model.gguf import convert_gguf
@@ -68,16 +69,7 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         config = model.config
         path = tmp_path / "model.gguf"
         writer = gguf.GGUFWriter(path, architecture or config.family)
-        writer.add_block_count(config.num_layers)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_heads)
-        writer.add_head_count_kv(config.num_kv_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_theta)
+        write_shape(writer, config)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(TOKENS)
