@@ -8,14 +8,15 @@
 // The rows of an item walk side by side. Positions whose blocks all of them hold are worked for all rows at once, so that K
 // and V are fetched once for a prompt's siblings (as in Juravsky et al. 2024, Hydragen, arXiv:2402.05099, but within one
 // softmax, so that nothing has to be merged); the other positions sequence by sequence. Within a chunk come first the keys
-// of all segments, then the values of all, each with the KV heads of a segment one after the other, as they lie in memory.
+// of all segments, then the values of all, each run of positions for all KV heads before the next run, as they lie in memory.
 // Decode is bound by that stream; it is fetched into the L2 cache some way ahead of the work.
 #pragma once
 
 namespace {
 
 constexpr int kRunsPerChunk = kAttentionChunk / kAttentionRun;
-constexpr int64_t kFetchAheadBytes = 12 * 1024;  // measured: 10 to 24 KB do alike, 48 KB cost 10%
+constexpr int64_t kLeastAheadBytes = 12 * 1024;  // measured: 12 to 24 KB do alike, 48 KB cost 10%
+constexpr int64_t kMostAheadBytes = 24 * 1024;
 
 // Rows per tile: as many accumulators as leave registers for the operands, of 16 (baseline, AVX2) or 32.
 constexpr bool kManyRegisters = Vec::kWidth == 16;
@@ -32,7 +33,7 @@ struct AttentionState {
   alignas(64) float q[kAttentionFloats];         // scaled by the softmax scale, zero behind head_dim
   alignas(64) float o[kAttentionFloats];         // not yet divided by the sum
   alignas(64) float scores[kAttentionRowHeads * kAttentionChunk];  // of the chunk: scores, then their exponentials
-  alignas(64) float copy[kAttentionChunk * kAttentionMaxHeadDim];  // of positions that the cache scatters
+  alignas(64) float copy[kAttentionRun * kAttentionMaxHeadDim];  // of positions that the cache scatters
 
   int place(int head, int row) const { return head * rows + row; }
 };
@@ -116,56 +117,80 @@ void find_segments(const AttentionArgs& a, const AttentionItem& item, const Atte
   }
 }
 
-// The order in which a chunk is worked, as numbers: pass (keys, values), segment, KV head.
+// Asks for the keys and values in the order of the work (pass, segment, run, KV head), some way ahead of it, also into the
+// next chunk. Each piece of work is announced; as much is then fetched as is worked, which keeps the distance.
 template <class C>
-struct Stream {
-  const AttentionArgs& a;
-  const AttentionItem& item;
-  const ChunkSegments *now, *next;
-  int heads, ahead;  // ahead: in steps
+class Stream {
+ public:
+  Stream(const AttentionArgs& a, const AttentionItem& item, const ChunkSegments& first)
+      : a_(a), item_(item), now_(&first), next_(nullptr), list_(&first), heads_(item.kv_end - item.kv_begin) {}
 
-  Stream(const AttentionArgs& a, const AttentionItem& item, const ChunkSegments& now, const ChunkSegments& next)
-      : a(a), item(item), now(&now), next(&next), heads(item.kv_end - item.kv_begin) {
-    const int64_t bytes = now.positions * a.head_dim * int64_t{sizeof(C)} / (now.size > 0 ? now.size : 1);
-    ahead = static_cast<int>(kFetchAheadBytes / (bytes + 1)) + 1;
+  // The lists of the chunk that is worked now and of the next one.
+  void turn_to(const ChunkSegments& now, const ChunkSegments& next) {
+    now_ = &now, next_ = &next;
+    if (list_ == nullptr) list_ = next_;
   }
 
   const C* head(bool values, int h) const {
-    return static_cast<const C*>(values ? a.v_cache : a.k_cache) + (item.kv_begin + h) * a.block_size * a.head_dim;
+    return static_cast<const C*>(values ? a_.v_cache : a_.k_cache) + (item_.kv_begin + h) * a_.block_size * a_.head_dim;
   }
 
-  // Fetches run i of what is worked `ahead` steps after this step; a step's runs one after the other before its work, which
-  // beats spreading them over it by a fifth. Forced inline: GCC drops calls of a function that does nothing but prefetch.
-  inline __attribute__((always_inline)) void fetch(bool values, int segment, int h, int i) const {
-    int step = ((values ? now->size : 0) + segment) * heads + h + ahead;
-    const ChunkSegments* list = now;
-    if (step >= 2 * now->size * heads) step -= 2 * now->size * heads, list = next;
-    if (step >= 2 * list->size * heads) return;
-    const int pair = step / heads;
-    const bool wants_values = pair >= list->size;
-    const Segment& g = list->list[wants_values ? pair - list->size : pair];
-    const int count = g.count - i * kAttentionRun;
-    if (count <= 0) return;
-    const char* p = reinterpret_cast<const char*>(head(wants_values, step % heads) + g.runs[i]);
-    const int64_t bytes = (count < kAttentionRun ? count : kAttentionRun) * a.head_dim * int64_t{sizeof(C)};
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
+  // Forced inline: GCC drops calls of a function that does nothing but prefetch.
+  inline __attribute__((always_inline)) void before_work(int64_t positions) {
+    const int64_t bytes = positions * a_.head_dim * int64_t{sizeof(C)};
+    ahead_ -= bytes;
+    for (int64_t due = bytes; ahead_ < kMostAheadBytes && (due > 0 || ahead_ < kLeastAheadBytes);) {
+      if (list_ == nullptr || list_->size == 0) return;
+      due -= fetch_run();
+    }
   }
+
+ private:
+  inline __attribute__((always_inline)) int64_t fetch_run() {
+    const Segment& g = list_->list[segment_];
+    const int left = g.count - run_ * kAttentionRun;
+    const int64_t bytes = (left < kAttentionRun ? left : kAttentionRun) * a_.head_dim * int64_t{sizeof(C)};
+    const char* p = reinterpret_cast<const char*>(head(values_, head_) + g.runs[run_]);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
+    ahead_ += bytes;
+    if (++head_ == heads_) {
+      head_ = 0;
+      if (left <= kAttentionRun)
+        next_segment();
+      else
+        run_++;
+    }
+    return bytes;
+  }
+
+  void next_segment() {
+    run_ = 0;
+    if (++segment_ < list_->size) return;
+    segment_ = 0, values_ = !values_;
+    if (!values_) list_ = list_ == now_ ? next_ : nullptr;  // none: the chunk after the next is not known yet
+  }
+
+  const AttentionArgs& a_;
+  const AttentionItem& item_;
+  const ChunkSegments *now_, *next_;
+  const ChunkSegments* list_;  // what to fetch next:
+  bool values_ = false;
+  int segment_ = 0, run_ = 0, head_ = 0;
+  const int heads_;
+  int64_t ahead_ = 0;  // bytes fetched and not yet worked
 };
 
-// pieces[i]: kAttentionRun positions in one piece, for KV head h; copied when the block size does not give them.
+// The positions of a run in one piece, for the KV head that begins at `head`; copied when the block size does not give them.
 template <class C>
-void locate(const AttentionArgs& a, AttentionState& s, const Segment& g, const C* head, int64_t start, const C** pieces) {
-  if (a.block_size % kAttentionRun == 0) {
-    for (int i = 0; i * kAttentionRun < g.count; i++) pieces[i] = head + g.runs[i];
-    return;
-  }
+const C* locate(const AttentionArgs& a, AttentionState& s, const Segment& g, const C* head, int64_t start, int run, int count) {
+  if (a.block_size % kAttentionRun == 0) return head + g.runs[run];
   C* copy = reinterpret_cast<C*>(s.copy);
-  for (int i = 0; i * kAttentionRun < g.count; i++) pieces[i] = copy + i * kAttentionRun * a.head_dim;
-  for (int j = 0; j < g.count; j++) {
-    const int64_t p = start + g.first + j;
+  for (int j = 0; j < count; j++) {
+    const int64_t p = start + g.first + run * kAttentionRun + j;
     const C* x = head + (g.table[p / a.block_size] * a.num_kv_heads * a.block_size + p % a.block_size) * a.head_dim;
     for (int64_t i = 0; i < a.head_dim; i++) copy[j * a.head_dim + i] = x[i];
   }
+  return copy;
 }
 
 // Scores of ROWS rows for `count` positions (rounded up to whole tiles: the run has that many) from k on.
@@ -266,31 +291,28 @@ void softmax_rows(AttentionState& s, int64_t start) {
   });
 }
 
-// o[r] = o[r] * factor[r] + sum over positions [begin, end) of the pieces of p[r][j] * v[j], for VECS vectors of the head;
-// the last of them has `partial` lanes when that is not 0.
+// o[r] = o[r] * factor[r] + sum over positions [begin, end) of p[r][j] * v[j], for VECS vectors of the head; the last of them
+// has `partial` lanes when that is not 0.
 template <int ROWS, int VECS, class C>
 inline __attribute__((always_inline)) void weigh_tile(float* o, int64_t width, const float* p, const float* factor,
-                                                      const C* const* pieces, int begin, int end, int64_t head_dim,
-                                                      int64_t at, int partial) {
+                                                      const C* v, int begin, int end, int64_t head_dim, int64_t at,
+                                                      int partial) {
   Vec acc[ROWS][VECS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
     for (int i = 0; i < VECS; i++) acc[r][i] = Vec::load(o + r * width + at + i * Vec::kWidth) * Vec::splat(factor[r]);
-  for (int j = begin; j < end;) {
-    const C* v = pieces[j / kAttentionRun] + j % kAttentionRun * head_dim + at;
-    const int piece_end = j / kAttentionRun * kAttentionRun + kAttentionRun, stop = piece_end < end ? piece_end : end;
-    for (; j < stop; j++, v += head_dim) {
-      Vec y[VECS];
+  v += begin * head_dim + at;
+  for (int j = begin; j < end; j++, v += head_dim) {
+    Vec y[VECS];
 #pragma GCC unroll 16
-      for (int i = 0; i < VECS; i++)
-        y[i] = VECS == 1 && partial > 0 ? Vec::load_partial(v, partial) : Vec::load(v + i * Vec::kWidth);
+    for (int i = 0; i < VECS; i++)
+      y[i] = VECS == 1 && partial > 0 ? Vec::load_partial(v, partial) : Vec::load(v + i * Vec::kWidth);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        const Vec weight = Vec::splat(p[r * kAttentionChunk + j]);
+    for (int r = 0; r < ROWS; r++) {
+      const Vec weight = Vec::splat(p[r * kAttentionChunk + j]);
 #pragma GCC unroll 16
-        for (int i = 0; i < VECS; i++) acc[r][i] = Vec::fma(weight, y[i], acc[r][i]);
-      }
+      for (int i = 0; i < VECS; i++) acc[r][i] = Vec::fma(weight, y[i], acc[r][i]);
     }
   }
 #pragma GCC unroll 16
@@ -300,14 +322,14 @@ inline __attribute__((always_inline)) void weigh_tile(float* o, int64_t width, c
 }
 
 template <int VECS, class C>
-void weigh_vecs(int rows, float* o, int64_t width, const float* p, const float* factor, const C* const* pieces, int begin,
-                int end, int64_t head_dim, int64_t at, int partial) {
+void weigh_vecs(int rows, float* o, int64_t width, const float* p, const float* factor, const C* v, int begin, int end,
+                int64_t head_dim, int64_t at, int partial) {
   constexpr int kMost = weigh_rows(VECS);
   for (int tiles = (rows + kMost - 1) / kMost; tiles > 0; tiles--) {
     const int n = (rows + tiles - 1) / tiles;
     switch (n) {
 #define SAGC_WEIGH(N) \
-  case N: if constexpr (N <= kMost) weigh_tile<N, VECS>(o, width, p, factor, pieces, begin, end, head_dim, at, partial); break;
+  case N: if constexpr (N <= kMost) weigh_tile<N, VECS>(o, width, p, factor, v, begin, end, head_dim, at, partial); break;
       SAGC_WEIGH(1)
       SAGC_WEIGH(2)
       SAGC_WEIGH(3)
@@ -323,70 +345,67 @@ void weigh_vecs(int rows, float* o, int64_t width, const float* p, const float* 
 }
 
 template <class C>
-void weigh_rows(int rows, float* o, int64_t width, const float* p, const float* factor, const C* const* pieces, int begin,
-                int end, int64_t head_dim) {
+void weigh_rows(int rows, float* o, int64_t width, const float* p, const float* factor, const C* v, int begin, int end,
+                int64_t head_dim) {
   int64_t at = 0;
   for (int64_t vecs = head_dim / Vec::kWidth; vecs > 0;) {
     const int n = vecs == 3 || vecs == 6 ? 3 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
     switch (n) {
-      case 1: weigh_vecs<1>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
-      case 2: weigh_vecs<2>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
-      case 3: weigh_vecs<3>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
-      case 4: weigh_vecs<4>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, 0); break;
+      case 1: weigh_vecs<1>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
+      case 2: weigh_vecs<2>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
+      case 3: weigh_vecs<3>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
+      case 4: weigh_vecs<4>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
     }
     vecs -= n, at += n * Vec::kWidth;
   }
   if (at < head_dim)
-    weigh_vecs<1>(rows, o, width, p, factor, pieces, begin, end, head_dim, at, static_cast<int>(head_dim - at));
+    weigh_vecs<1>(rows, o, width, p, factor, v, begin, end, head_dim, at, static_cast<int>(head_dim - at));
 }
 
-// The weighted sum of a segment's values, together as far as all its rows see, then each row's remainder.
+// The weighted sum of the values of a segment's run, together as far as all its rows see, then each row's remainder.
 template <class C>
-void weigh_segment(AttentionState& s, const Segment& g, int h, int64_t start, const C* const* pieces, int64_t head_dim) {
+void weigh_run(AttentionState& s, const Segment& g, int h, int64_t start, const C* v, int run, int count, int64_t head_dim) {
   static constexpr float kOnes[kAttentionRows] = {
       1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
       1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  const int at = s.place(h, g.row_begin), rows = g.row_end - g.row_begin;
+  const int at = s.place(h, g.row_begin), rows = g.row_end - g.row_begin, first = g.first + run * kAttentionRun;
   float* o = s.o + at * s.width;
-  const float* p = s.scores + at * kAttentionChunk + g.first;
-  const float* factor = g.first == 0 ? s.factor + at : kOnes;  // the positions before have taken it in
+  const float* p = s.scores + at * kAttentionChunk + first;
+  const float* factor = first == 0 ? s.factor + at : kOnes;  // the positions before have taken it in
   auto sees = [&](int r) {
-    const int64_t n = s.visible[g.row_begin + r] - start - g.first;
-    return static_cast<int>(n < g.count ? n : g.count);
+    const int64_t n = s.visible[g.row_begin + r] - start - first;
+    return static_cast<int>(n < 0 ? 0 : n < count ? n : count);
   };
   const int least = sees(0);  // rows of a sequence stand in ascending order, and rows that share see all there is
-  weigh_rows(rows, o, s.width, p, factor, pieces, 0, least, head_dim);
+  if (least > 0) weigh_rows(rows, o, s.width, p, factor, v, 0, least, head_dim);
   for (int r = 0; r < rows; r++)
     if (const int n = sees(r); n > least)
-      weigh_rows(1, o + r * s.width, s.width, p + r * kAttentionChunk, kOnes, pieces, least, n, head_dim);
+      weigh_rows(1, o + r * s.width, s.width, p + r * kAttentionChunk, kOnes, v, least, n, head_dim);
 }
 
 template <class C>
-void attend_chunk(const AttentionArgs& a, const AttentionItem& item, AttentionState& s, int64_t start, const ChunkSegments& now,
-                  const ChunkSegments& next) {
-  const Stream<C> stream(a, item, now, next);
-  const C* pieces[kRunsPerChunk];
-  for (int i = 0; i < now.size; i++) {
-    const Segment& g = now.list[i];
-    for (int h = 0; h < s.heads; h++) {
-      locate(a, s, g, stream.head(false, h), start, pieces);
-      const int at = s.place(h, g.row_begin);
-      for (int run = 0; run < kRunsPerChunk; run++) stream.fetch(false, i, h, run);
-      for (int run = 0; run < kRunsPerChunk; run++) {
-        const int left = g.count - run * kAttentionRun;
-        if (left > 0)
-          score_rows(g.row_end - g.row_begin, s.q + at * s.width, s.width, pieces[run], left < kAttentionRun ? left : kAttentionRun,
-                     a.head_dim, s.scores + at * kAttentionChunk + g.first + run * kAttentionRun);
+void attend_chunk(const AttentionArgs& a, AttentionState& s, int64_t start, const ChunkSegments& chunk, Stream<C>& stream) {
+  auto for_each_run = [&](bool values, auto f) {
+    for (int i = 0; i < chunk.size; i++) {
+      const Segment& g = chunk.list[i];
+      for (int run = 0; run * kAttentionRun < g.count; run++) {
+        const int left = g.count - run * kAttentionRun, count = left < kAttentionRun ? left : kAttentionRun;
+        for (int h = 0; h < s.heads; h++) {
+          stream.before_work(count);
+          f(g, h, run, count, locate(a, s, g, stream.head(values, h), start, run, count));
+        }
       }
     }
-  }
+  };
+  for_each_run(false, [&](const Segment& g, int h, int run, int count, const C* k) {
+    const int at = s.place(h, g.row_begin);
+    score_rows(g.row_end - g.row_begin, s.q + at * s.width, s.width, k, count, a.head_dim,
+               s.scores + at * kAttentionChunk + g.first + run * kAttentionRun);
+  });
   softmax_rows(s, start);
-  for (int i = 0; i < now.size; i++)
-    for (int h = 0; h < s.heads; h++) {
-      locate(a, s, now.list[i], stream.head(true, h), start, pieces);
-      for (int run = 0; run < kRunsPerChunk; run++) stream.fetch(true, i, h, run);
-      weigh_segment(s, now.list[i], h, start, pieces, a.head_dim);
-    }
+  for_each_run(true, [&](const Segment& g, int h, int run, int count, const C* v) {
+    weigh_run(s, g, h, start, v, run, count, a.head_dim);
+  });
 }
 
 template <class T, class C>
@@ -397,9 +416,12 @@ void attention_range(const AttentionArgs& a, int64_t begin, int64_t end) {
     const AttentionItem& item = a.items[i];
     load_rows<T>(a, item, s);
     find_segments(a, item, s, 0, segments[0]);
+    Stream<C> stream(a, item, segments[0]);
     for (int64_t chunk = 0; segments[chunk % 2].size > 0; chunk++) {
+      const ChunkSegments &now = segments[chunk % 2], &next = segments[(chunk + 1) % 2];
       find_segments(a, item, s, chunk + 1, segments[(chunk + 1) % 2]);
-      attend_chunk<C>(a, item, s, chunk * kAttentionChunk, segments[chunk % 2], segments[(chunk + 1) % 2]);
+      stream.turn_to(now, next);
+      attend_chunk<C>(a, s, chunk * kAttentionChunk, now, stream);
     }
     store_rows<T>(a, item, s);
   }

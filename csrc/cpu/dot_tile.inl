@@ -20,6 +20,9 @@ struct FloatDot {
   static Vec fma(Vec a, Vec b, Vec sum) { return Vec::fma(a, b, sum); }
 };
 
+// One row waits for its columns to come from memory. These follow each other there, and read one after the other they come
+// as one stream, which the hardware fetches ahead; read side by side they are as many streams of a kilobyte each.
+
 // out[r][c] (+)= dot(x row r, w row c) over `width` elements.
 template <class Dot, int ROWS, int COLS, bool ACCUMULATE, class X, class W>
 inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* const* w, int64_t width, float* const* out) {
@@ -37,30 +40,39 @@ inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* 
 #pragma GCC unroll 16
     for (int c = 0; c < COLS; c++) acc[r][c] = Vec::zero();
 
-  int64_t i = 0;
+  // Columns [first, last) over k.
+  auto accumulate = [&](int first, int last) __attribute__((always_inline)) {
+    int64_t i = 0;
 #pragma GCC unroll(Vec::kWidth >= 16 ? 1 : 2)  // wide tiles are long enough
-  for (; i + Dot::kWidth <= width; i += Dot::kWidth) {
-    Operand a[ROWS];
+    for (; i + Dot::kWidth <= width; i += Dot::kWidth) {
+      Operand a[ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) a[r] = Dot::load(xr[r] + i);
+      for (int r = 0; r < ROWS; r++) a[r] = Dot::load(xr[r] + i);
 #pragma GCC unroll 16
-    for (int c = 0; c < COLS; c++) {
-      Operand b = Dot::load(wc[c] + i);
+      for (int c = first; c < last; c++) {
+        Operand b = Dot::load(wc[c] + i);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) acc[r][c] = Dot::fma(a[r], b, acc[r][c]);
+        for (int r = 0; r < ROWS; r++) acc[r][c] = Dot::fma(a[r], b, acc[r][c]);
+      }
     }
-  }
-  if (i < width) {
-    int n = static_cast<int>(width - i);
-    Operand a[ROWS];
+    if (i < width) {
+      int n = static_cast<int>(width - i);
+      Operand a[ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) a[r] = Dot::load_partial(xr[r] + i, n);
+      for (int r = 0; r < ROWS; r++) a[r] = Dot::load_partial(xr[r] + i, n);
 #pragma GCC unroll 16
-    for (int c = 0; c < COLS; c++) {
-      Operand b = Dot::load_partial(wc[c] + i, n);
+      for (int c = first; c < last; c++) {
+        Operand b = Dot::load_partial(wc[c] + i, n);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) acc[r][c] = Dot::fma(a[r], b, acc[r][c]);
+        for (int r = 0; r < ROWS; r++) acc[r][c] = Dot::fma(a[r], b, acc[r][c]);
+      }
     }
+  };
+  if constexpr (ROWS == 1) {
+#pragma GCC unroll 16
+    for (int c = 0; c < COLS; c++) accumulate(c, c + 1);
+  } else {
+    accumulate(0, COLS);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
