@@ -78,7 +78,7 @@ double Decoder::draw(const Draw& d) {
     const Stopwatch watch;
     multiply(head_, d.hidden + u * E_ * item_, logits, rows, packed_);
     head_seconds += watch.seconds();
-    const double flops = 6 * kFlopsPerElement * static_cast<double>((last - first) * V_);
+    const double flops = 2 * kFlopsPerElement * static_cast<double>((last - first) * V_);
     parallel_workers(last - first, flops, [&](int worker, int64_t begin, int64_t end) {
       for (int64_t r = first + begin; r < first + end; r++) {
         const char* row = logits + (source[r] - u) * V_ * item_;
