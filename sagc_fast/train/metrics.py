@@ -41,7 +41,7 @@ class MetricsWriter:
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Append ``record`` to the file ``name``; NaN and infinities become null. Raises CheckpointError on a full
         disk."""
-        with writing(str(self._folder / name), "The newest checkpoint is intact. Then continue with --resume."):
+        with writing(str(self._folder / name), "--resume continues from the newest checkpoint."):
             self._files[name].write((json_text(_finite(record)) + "\n").encode("utf-8"))
             self._files[name].flush()
 

@@ -156,7 +156,7 @@ def _remedy_named(engine: RolloutEngine) -> Iterator[None]:
             raise
         raise DivergenceError(
             f"{error} Training has diverged: lower optimizer.learning_rate or optimizer.max_grad_norm and start anew, "
-            "or continue from the newest checkpoint with --resume --force."
+            "or continue with --resume --force, after moving away the checkpoints that were written since."
         ) from None
 
 
