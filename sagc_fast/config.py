@@ -104,8 +104,8 @@ class RolloutOptions(Section):
     max_batch_tokens: int = 2048
     """Most tokens of one engine step, prompt chunks included."""
     speculation: Literal["fixed", "auto", "off"] = "fixed"
-    """Draft the last rows' tokens from their group's text; no token changes. ``auto`` goes by the measured cost of
-    steps, so that idle and tail figures differ from run to run; ``fixed`` repeats them to the bit."""
+    """Draft the last rows' tokens from their group's text, on the CPU; no token changes. ``auto`` goes by the measured
+    cost of steps, so that idle and tail figures differ from run to run; ``fixed`` repeats them to the bit."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, replay decode steps as CUDA graphs; no token changes."""
 

@@ -18,6 +18,7 @@ from sagc_fast.ops.layouts import PagedLayout
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.plan import Chunk, StepPlan
 from sagc_fast.rollout.rows import RowTable
+from sagc_fast.rollout.uploads import uploaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,26 +62,26 @@ def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.d
     wanted_R = np.concatenate((np.arange(num_decode_tokens), ends_S[num_decode:][is_final] - 1))
     num_padding = len(plan.chunks)
     no_chunk = np.zeros(num_padding, dtype=np.int32)
-
-    def tensor(array: NDArray) -> torch.Tensor:
-        return torch.from_numpy(array) if device.type == "cpu" else torch.from_numpy(array).to(device)
-
+    columns = {
+        "positions_T": positions_T,
+        "cu_query_S1": np.concatenate((np.zeros(1, np.int32), ends_S.astype(np.int32))),
+        "context_lens_S": context_lens_S.astype(np.int32),
+        "block_tables_SB": tables_SB,
+        "slots_T": slots_T,
+        "logits_rows_R": wanted_R,
+        "share_group_S": np.concatenate((rows.group_index[decode_slots], no_chunk - 1)),
+        "shared_blocks_S": np.concatenate((rows.shared_blocks[decode_slots], no_chunk)),
+    }
+    token_ids, *tensors = uploaded([token_ids_T, *columns.values()], device)
     layout = PagedLayout(
-        positions_T=tensor(positions_T),
-        cu_query_S1=tensor(np.concatenate((np.zeros(1, np.int32), ends_S.astype(np.int32)))),
-        context_lens_S=tensor(context_lens_S.astype(np.int32)),
-        block_tables_SB=tensor(tables_SB),
-        slots_T=tensor(slots_T),
-        logits_rows_R=tensor(wanted_R),
-        share_group_S=tensor(np.concatenate((rows.group_index[decode_slots], no_chunk - 1))),
-        shared_blocks_S=tensor(np.concatenate((rows.shared_blocks[decode_slots], no_chunk))),
+        **dict(zip(columns, tensors, strict=True)),
         max_query_len=int(query_lens_S.max(initial=0)),
         max_context_len=int(context_lens_S.max(initial=0)),
     )
     num_recomputed = sum(chunk.num_recomputed for chunk in plan.chunks)
     num_prefill = sum(c.length if c.sequence is None else c.num_recomputed for c in plan.chunks)
     return StepBatch(
-        token_ids=tensor(token_ids_T),
+        token_ids=token_ids,
         layout=layout,
         hidden_index=_hidden_index(plan, num_decode_tokens, wanted_R.size),
         num_decode_tokens=token_ids_T.size - num_prefill,

@@ -47,7 +47,7 @@ class RolloutEngine:
         eos_token_ids: ids that end a completion; None: those of the model's configuration, else the tokenizer's.
         speculation: tokens of the last rows are drafted from what the prompt's completions have in common and several
             of a row computed in one step, without changing any; see :class:`sagc_fast.rollout.speculation.Speculation`
-            for ``auto``, ``fixed`` and ``off``.
+            for ``auto``, ``fixed`` and ``off``. Only on the CPU, whose costs are known.
         graphs: on a GPU, decode steps are replayed as CUDA graphs (``auto``) or run operator by operator (``off``); no
             token changes. Without Triton, and on the CPU, there are none.
         draft_recall_mb: memory for completions of earlier calls, in 10**6 bytes, from which a call with the same prompt
@@ -99,7 +99,9 @@ class RolloutEngine:
         """Of the last call that finished."""
         self.lengths = LengthHistory()
         """Lengths per prompt seen so far; guides the order of admission, never the tokens."""
-        self._speculation = Speculation(speculation, *_roofline(model), int(draft_recall_mb * BYTES_PER_MB))
+        # Elsewhere a plan with drafts is no graph, and the host's clock does not say what the device takes.
+        mode = speculation if model.device.type == "cpu" else "off"
+        self._speculation = Speculation(mode, *_roofline(model), int(draft_recall_mb * BYTES_PER_MB))
         self._kv: KVCache | None = None
         device = burst_device(model.device, model.dtype)
         self._graphs = None if device is None else DecodeGraphs(device, graphs)

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from sagc_fast.errors import ConfigError
+from sagc_fast.rollout.uploads import uploaded
 
 CACHE_LINE_BYTES = 64
-COPY_BYTES = 2**19
-"""Blocks are copied for as many layers at a time as this holds (ours): when a whole batch has forked, the copies of all
-layers at once would be the memory peak of the call."""
+COPY_BYTES, DEVICE_COPY_BYTES = 2**19, 2**26
+"""Blocks are copied for as many layers at a time as this holds (ours), on the CPU and elsewhere: when a whole batch has
+forked, the copies of all layers at once would be the memory peak of the call; on a GPU every piece is a launch."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -75,10 +76,10 @@ class KVCache:
         """Copy whole blocks in all layers. Of the keys, or values, of a layer all sources are read before a target is
         written."""
         layers = self._data_L2NKBD.flatten(0, 1)
-        source_ids = torch.from_numpy(sources.astype(np.int64)).to(layers.device)
-        target_ids = torch.from_numpy(targets.astype(np.int64)).to(layers.device)
+        source_ids, target_ids = uploaded([sources.astype(np.int64), targets.astype(np.int64)], layers.device)
         bytes_each = sources.size * self.num_bytes // (len(layers) * self.num_blocks)
-        for part in layers.split(max(1, COPY_BYTES // max(1, bytes_each))):
+        most_bytes = COPY_BYTES if layers.device.type == "cpu" else DEVICE_COPY_BYTES
+        for part in layers.split(max(1, most_bytes // max(1, bytes_each))):
             part.index_copy_(1, target_ids, part.index_select(1, source_ids))
 
     @property

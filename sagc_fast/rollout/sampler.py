@@ -5,6 +5,7 @@ Shape suffixes: U distinct hidden states, E model width, R sampled rows, V vocab
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -13,11 +14,16 @@ import torch
 from numpy.typing import NDArray
 
 from sagc_fast import ops
+from sagc_fast.ops.sampling import not_finite
 from sagc_fast.profiling import ranged
 from sagc_fast.rollout.rows import RowTable, Slots
+from sagc_fast.rollout.uploads import uploaded
 
-LOGITS_BYTES = 32 * 2**20
-"""Bound on the logits held at a time (ours); 170 rows of a vocabulary of 49,152."""
+LOGITS_BYTES, DEVICE_LOGITS_BYTES = 32 * 2**20, 512 * 2**20
+"""Bound on the logits held at a time (ours), on the CPU (170 rows of a vocabulary of 49,152) and elsewhere."""
+
+_Draw = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
+"""Numbers of the rows, their tokens and log-probs."""
 
 
 class Sampler:
@@ -27,7 +33,7 @@ class Sampler:
         self._model = model
         self._rows = rows
         self._decoder = decoder
-        self._slice_rows = max(1, LOGITS_BYTES // (4 * model.config.vocab_size))
+        self._row_bytes = 4 * model.config.vocab_size
         self.logits_seconds = 0.0
         """Time in the language-model head during the last call."""
 
@@ -44,14 +50,13 @@ class Sampler:
             drawn = self._decoder.sample(hidden_UE, torch.from_numpy(index_R), noise, temperature)
             self.logits_seconds = self._decoder.head_seconds
             return tuple(column.numpy() for column in drawn)
-        noise_R = self._rows.uniforms(slots, offsets)
-        tokens = np.empty(slots.size, dtype=np.int64)
-        logprobs = np.empty(slots.size, dtype=np.float32)
-        for begin in range(0, slots.size, self._slice_rows):
-            part = slice(begin, begin + self._slice_rows)
+        bound = LOGITS_BYTES if hidden_UE.device.type == "cpu" else DEVICE_LOGITS_BYTES
+        num_at_once, draws = max(1, bound // self._row_bytes), []
+        for begin in range(0, slots.size, num_at_once):
+            part = slice(begin, begin + num_at_once)
             logits_RV = self._logits(hidden_UE, index_R[part])
-            tokens[part], logprobs[part] = self._draw(logits_RV, noise_R[part], slots[part])
-        return tokens, logprobs
+            draws += self._draw(logits_RV, slots[part], offsets[part], begin)
+        return self._results(draws, slots.size)
 
     def _logits(self, hidden_UE: torch.Tensor, index_R: NDArray[np.int64]) -> torch.Tensor:
         """[R, V]; a hidden state that several siblings draw from is multiplied once."""
@@ -61,29 +66,43 @@ class Sampler:
         self.logits_seconds += perf_counter() - started
         if np.array_equal(index_R, np.arange(first, last)):
             return logits
-        return logits.index_select(0, torch.from_numpy(index_R - first).to(logits.device))
+        return logits.index_select(0, *uploaded([index_R - first], logits.device))
 
-    def _draw(
-        self, logits_RV: torch.Tensor, noise_R: NDArray[np.float64], slots: Slots
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _draw(self, logits_RV: torch.Tensor, slots: Slots, offsets: NDArray[np.int64], begin: int) -> Iterator[_Draw]:
+        """Rows with filters apart from those without; their numbers count from ``begin``."""
         is_filtered = self._rows.is_filtered[slots]
-        if not is_filtered.any():
-            return self._draw_alike(logits_RV, noise_R, slots, has_filters=False)
-        tokens = np.empty(slots.size, dtype=np.int64)
-        logprobs = np.empty(slots.size, dtype=np.float32)
         for has_filters in (False, True):
             chosen = np.flatnonzero(is_filtered == has_filters)
-            if chosen.size:
-                logits = logits_RV.index_select(0, torch.from_numpy(chosen).to(logits_RV.device))
-                tokens[chosen], logprobs[chosen] = self._draw_alike(logits, noise_R[chosen], slots[chosen], has_filters)
-        return tokens, logprobs
+            if not chosen.size:
+                continue
+            logits = logits_RV
+            if chosen.size < slots.size:
+                logits = logits_RV.index_select(0, *uploaded([chosen], logits_RV.device))
+            yield begin + chosen, *self._draw_alike(logits, slots[chosen], offsets[chosen], has_filters)
 
     def _draw_alike(
-        self, logits_RV: torch.Tensor, noise_R: NDArray[np.float64], slots: Slots, has_filters: bool
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        rows = self._rows
-        columns = [noise_R, rows.temperature[slots]]
+        self, logits_RV: torch.Tensor, slots: Slots, offsets: NDArray[np.int64], has_filters: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, device = self._rows, logits_RV.device
+        columns = [rows.temperature[slots]]
         if has_filters:
             columns += [rows.top_k[slots], rows.top_p[slots], rows.min_p[slots]]
-        tokens, logprobs = ops.sample_tokens(logits_RV, *(torch.from_numpy(c).to(logits_RV.device) for c in columns))
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        if device.type == "cpu":
+            return ops.sample_tokens(logits_RV, *uploaded([rows.uniforms(slots, offsets), *columns], device))
+        tensors = uploaded([*rows.noise_keys(slots, offsets), *columns], device)
+        return ops.sample_keyed_tokens(logits_RV, tuple(tensors[:4]), *tensors[4:])
+
+    def _results(self, draws: list[_Draw], num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """All draws in row order; the one place where the host waits for the device, for one copy."""
+        chosen = np.concatenate([rows for rows, *_ in draws])
+        tokens_R, logprobs_R = (torch.cat(column) for column in list(zip(*draws, strict=True))[1:])
+        if tokens_R.device.type != "cpu":
+            # Exact: ids are below 2**53. Rows that nothing can be drawn from are marked there, not raised.
+            pair = torch.stack((tokens_R.double(), logprobs_R.double())).cpu()
+            tokens_R, logprobs_R = pair[0].long(), pair[1].float()
+            num_bad = int(torch.isnan(logprobs_R).sum())
+            if num_bad:
+                raise RuntimeError(not_finite(num_bad, num_rows))
+        tokens, logprobs = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.float32)
+        tokens[chosen], logprobs[chosen] = tokens_R.numpy(), logprobs_R.numpy()
+        return tokens, logprobs

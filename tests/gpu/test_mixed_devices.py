@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from pretend_device import PRETENDED, MixedDevices, OnDevice, pretended_device, 
 from sagc_fast import RolloutEngine, SamplingParams, TrainConfig, ops
 from sagc_fast.model import lora
 from sagc_fast.model.loader import save_model
+from sagc_fast.rollout.uploads import uploaded
 from sagc_fast.tasks.base import Problem, Score
 from sagc_fast.train.optimizer import PolicyOptimizer
 from sagc_fast.train.sampling import ScoredGroup
@@ -58,7 +60,7 @@ CALLS = {
     "qwen2": ("qwen2", PLAIN, {}),
     "qwen3": ("qwen3", PLAIN, {}),
     "filters": ("llama", {**PLAIN, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {}),
-    "greedy_with_drafts": ("llama", {**PLAIN, "temperature": 0.0, "max_new_tokens": 40}, {"speculation": "fixed"}),
+    "greedy": ("llama", {**PLAIN, "temperature": 0.0}, {}),
     "short_of_memory": ("llama", {**PLAIN, "max_new_tokens": 24}, {"kv_budget_gb": 0.00004}),
     "narrow_cache": ("llama", PLAIN, {"kv_dtype": "bf16"}),
     "chunks": ("llama", PLAIN, {"max_batch_tokens": 12}),
@@ -71,18 +73,33 @@ def test_an_engine_call_keeps_to_its_device_and_draws_the_same_tokens(name: str,
     options = {"kv_budget_gb": 0.01, "speculation": "off", **options}
     sizes, params = [3, 2, 4], SamplingParams(**params)
 
-    def tokens(model: torch.nn.Module) -> list[list[int]]:
+    def tokens(model: torch.nn.Module) -> tuple[list[list[int]], int]:
         engine = RolloutEngine(model, **options)
         groups = engine.generate(PROMPTS, sizes, params)
         assert options["kv_budget_gb"] > 0.001 or engine.stats.num_preemptions > 0
-        return [completion.token_ids for group in groups for completion in group.completions]
+        return [c.token_ids for group in groups for c in group.completions], engine.stats.num_steps
 
     with ops.use_backend("torch"):
-        wanted = tokens(tiny_model(family))
+        wanted, _ = tokens(tiny_model(family))
     with pretended_device() as to_host:
-        found = tokens(to_device(tiny_model(family)).requires_grad_(False))
+        found, num_steps = tokens(to_device(tiny_model(family)).requires_grad_(False))
     assert found == wanted
-    assert to_host["aten._to_copy.default"] > 0
+    assert 0 < to_host["aten._to_copy.default"] <= num_steps, "more than one copy to the host per step"
+
+
+def test_arrays_are_uploaded_in_one_copy() -> None:
+    arrays = [
+        np.arange(3),
+        np.arange(12, dtype=np.int32).reshape(3, 4)[:, 1:],
+        np.empty(0),
+        np.ones((2, 1), np.float32),
+    ]
+    with pretended_device() as to_host:
+        found = [tensor.cpu() for tensor in uploaded(arrays, PRETENDED)]
+    assert to_host.total() == len(arrays)
+    for tensor, array in zip(found, arrays, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array.copy()))
+        assert tensor.dtype == torch.from_numpy(array).dtype
 
 
 def _groups() -> list[ScoredGroup]:
