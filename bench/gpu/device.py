@@ -94,11 +94,12 @@ _flush: torch.Tensor | None = None
 
 
 def kernel_seconds(call: Callable[[], Any], budget_seconds: float = 0.25) -> float:
-    """Median over launches with a cold second-level cache, on the device's own clock; ``call`` is warmed up here."""
+    """Median over launches with a cold second-level cache, on the device's own clock; ``call`` is warmed up here. In a
+    rehearsal the seconds of the first call."""
     global _flush
+    if REHEARSAL:
+        return wall_seconds(call)
     call()
-    if DEVICE.type != "cuda":
-        return statistics.median(wall_seconds(call) for _ in range(2))
     once = max(wall_seconds(call), 1e-5)
     repeats = int(min(50, max(5, budget_seconds / once)))
     if _flush is None:

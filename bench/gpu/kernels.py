@@ -3,12 +3,17 @@
 Operations are called as the engine and the trainer call them (``sagc_fast.ops``), so a figure includes what their
 launchers do on the device. Beside them: the CUDA C++ twins where they are built, flash-attn where it is installed and
 torch's own flash attention where it is not. Times are the device's own, with a cold second-level cache.
+
+A rehearsal runs the kernels in Triton's interpreter, where Triton is installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -306,11 +311,24 @@ def packed_layout(sizes: list[tuple[int, tuple[int, ...]]]) -> PackedLayout:
     return PackedLayout(torch.cat(positions).to(DEVICE), tuple(prompts), tuple(completions))
 
 
+def interpret() -> None:
+    """Choose Triton's interpreter, which has to be done before Triton is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/kernels"))
+    from interpreter import repair
+
+    repair()
+    ops.set_backend("triton")
+
+
 def main() -> None:
     with part() as outcome:
-        row("backends", "triton" if triton_module() is not None else "torch",
+        if REHEARSAL and importlib.util.find_spec("triton") is not None:
+            interpret()
+        is_triton = triton_module() is not None
+        row("backends", ("interpreted triton" if REHEARSAL else "triton") if is_triton else "torch",
             beside=f"flash-attn {'installed' if flash_module() is not None else 'not installed'}")  # fmt: skip
-        for name in reversed(CONFIGS):
+        for name in list(reversed(CONFIGS))[: 1 if REHEARSAL else None]:  # whose shapes are all tiny there
             bench = Bench(name, outcome)
             for section in (bench.paged, bench.sampling, bench.attention, bench.head, bench.rows):
                 with outcome.section(f"{section.__name__}, {name}"):
