@@ -38,7 +38,7 @@ CPU_SOURCES = (
     *("dispatch", "level_scalar", "level_avx2", "level_avx512", "level_avx512_bf16"),
     *("level_amx", "level_amx_emulated"),
 )
-CUDA_SOURCES = ("sample_keyed", "pack_decode_rows")
+CUDA_SOURCES = ("sample_keyed", "step_rows")
 
 
 def torch_folder() -> Path | None:

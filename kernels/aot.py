@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 import triton
 from sagc_fast.kernels.compile_ahead import ARCHITECTURES, HEADER, Launch, Usage, compile_launch, recording, usage_of
-from sagc_fast.kernels.launch_all import SHAPES, Shape, launch_all
+from sagc_fast.kernels.launch_all import SHAPES, WIDTHS, Shape, launch_all
 
+TABLE_SHAPES = SHAPES | WIDTHS
 Place = tuple[int, str]
 """(architecture, key of a launch)."""
 
@@ -51,9 +52,9 @@ class Line:
         return self.usage.line(self.architecture, self.title)
 
 
-def wanted_launches(models: Iterable[str] = SHAPES, first: bool = False) -> dict[str, Launch]:
+def wanted_launches(models: Iterable[str] = TABLE_SHAPES, first: bool = False) -> dict[str, Launch]:
     """By key, each once, of all models."""
-    return {launch.key: launch for model in models for launch in launches(SHAPES[model], first=first)}
+    return {launch.key: launch for model in models for launch in launches(TABLE_SHAPES[model], first=first)}
 
 
 def read_table(path: Path) -> dict[Place, Line]:
@@ -96,7 +97,7 @@ def _compile_line(launch: Launch, architecture: int) -> Line:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sagc_fast.kernels.aot", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append", help="80 or 90; default: both")
-    parser.add_argument("--model", choices=SHAPES, action="append", help="default: all three")
+    parser.add_argument("--model", choices=TABLE_SHAPES, action="append", help="default: all")
     parser.add_argument("--first", action="store_true", help="only the first configuration of a tuned kernel")
     parser.add_argument("--only", metavar="WORD", nargs="+", default=[""], help="kernels whose name holds a WORD")
     parser.add_argument("--known", metavar="FILE", type=Path, help="a kept table; what it knows is not compiled")
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = read_table(file) if file and file.exists() else {}
     wanted = {
         key: launch
-        for key, launch in wanted_launches(options.model or SHAPES, options.first).items()
+        for key, launch in wanted_launches(options.model or TABLE_SHAPES, options.first).items()
         if any(word in launch.name for word in options.only)
     }
     places = [(architecture, key) for key in wanted for architecture in options.arch or ARCHITECTURES]

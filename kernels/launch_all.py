@@ -24,6 +24,11 @@ SHAPES = {
     "Qwen2.5-0.5B": Shape(14, 2, 64, 896, 4864, 151_936),
     "Qwen2.5-3B": Shape(16, 2, 128, 2048, 11_008, 151_936),
 }
+WIDTHS = {
+    # The narrowest and the widest heads that are served, beside the 0.5B's other widths: only attention is new.
+    "heads of 32": Shape(12, 4, 32, 896, 4864, 151_936),
+    "heads of 256": Shape(16, 4, 256, 896, 4864, 151_936),
+}
 
 
 def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, page: int = 16) -> None:
@@ -34,7 +39,6 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
     from sagc_fast.kernels.advance_rows import advance_rows
     from sagc_fast.kernels.group_decode import group_decode
     from sagc_fast.kernels.merge_splits import merge_splits
-    from sagc_fast.kernels.pack_decode_rows import pack_decode_rows
     from sagc_fast.kernels.paged_decode import paged_decode
     from sagc_fast.kernels.paged_prefill import paged_prefill
     from sagc_fast.kernels.philox import uniforms
@@ -107,11 +111,6 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
         for noise in (uniforms(*row_keys), None):
             sample_pick(logits, ones, sample_blocks(logits, ones), noise, row_keys)
             sample_filtered(logits, ones, row_keys[0], ones, ones - 1, noise, row_keys)
-    int32 = [zeros(*size, of=torch.int32) for size in ((8,), (1,), (8, 4), (8,), (8,))]
-    table = (*int32[:2], zeros(8, of=torch.bool), zeros(8, of=torch.int64), *int32[2:])
-    sizes = [(8,), (1,), (8,), (8,), (8,), (9,), (8, 4), (8,), (8,)]
-    packed = [zeros(*size, of=torch.int64 if i in (2, 3) else torch.int32) for i, size in enumerate(sizes)]
-    pack_decode_rows(table, tuple(packed), page, 0)
 
     flags, record = zeros(num_rows, of=torch.int32), zeros(16, num_rows, of=torch.int64)
     place_rows(places, flags, flags, flags, zeros(num_rows, 16, of=torch.int32), flags, places, page, 0)

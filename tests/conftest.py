@@ -108,3 +108,39 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def random_decode_rows():
+    """``random_decode_rows(num_rows, page)``: views of wider memory, as the runner's are; half of the rows live, and
+    their record is about to wrap around."""
+    import torch
+
+    from sagc_fast.ops import DecodeRows
+
+    def make(num_rows: int, page: int) -> DecodeRows:
+        g = torch.Generator().manual_seed(num_rows)
+
+        def integers(low: int, high: int, shape: tuple[int, ...] = (num_rows,), dtype: torch.dtype = torch.int64):
+            return torch.randint(low, high, shape, generator=g).to(dtype)
+
+        int32, num_steps, capacity = torch.int32, 5, num_rows + 29
+        return DecodeRows(
+            token_R=integers(0, 50),
+            position_R=integers(0, 5 * page),
+            index_R=integers(0, 9),
+            max_output_R=integers(1, 12),
+            is_live_R=integers(0, 2, dtype=int32),
+            is_kept_R=(integers(0, 4) > 0).to(int32),
+            end_set_R=integers(0, 3),
+            shared_blocks_R=integers(0, 3, dtype=int32),
+            step_R=torch.full((num_rows,), num_steps - 1),
+            context_R=torch.zeros(num_rows, dtype=int32),
+            slot_R=torch.zeros(num_rows, dtype=torch.int64),
+            block_tables_RB=integers(0, 99, (num_rows, 6), int32),
+            end_ids_SI=torch.tensor([[-1, -1, -1], [3, 4, -1], [5, 6, 7]]),
+            drawn_KR=torch.full((num_steps, capacity), 77)[:, :num_rows],
+            logprobs_KR=torch.full((num_steps, capacity), 0.5)[:, :num_rows],
+        )
+
+    return make

@@ -55,7 +55,7 @@ PARTS = (
     Part("warm", ("gpu.warm",), 75),
     Part("ceilings", ("gpu.ceilings",), 20),
     Part("tests", ("gpu.tests",), 100),
-    Part("rollout 3B", ("gpu.rollout", "3B"), 130),
+    Part("rollout 3B", ("gpu.rollout", "3B"), 150),
     Part("kernels", ("gpu.kernels",), 75),
     Part("rollout 0.5B", ("gpu.rollout", "0.5B"), 90, is_rehearsed=False),
     Part("step 0.5B", ("gpu.step", "0.5B"), 30, is_rehearsed=False),

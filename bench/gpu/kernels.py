@@ -23,7 +23,8 @@ from gpu.report import part, row
 from sagc_fast import ops
 from sagc_fast.algo.config import DAPO
 from sagc_fast.algo.loss import linear_policy_loss
-from sagc_fast.ops.backend import BACKENDS, flash_module, triton_module
+from sagc_fast.ops.backend import cuda_module, flash_module, triton_module
+from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 
 ROWS, TOKENS, PAGE = (8, 24, 16) if REHEARSAL else (128, 8192, 16)
@@ -116,8 +117,7 @@ class Bench:
         logits = self.random(ROWS, self.config.vocab_size, dtype=torch.float32)
         keys = tuple(torch.arange(ROWS, device=DEVICE) for _ in range(4))
         hot = torch.ones(ROWS, device=DEVICE)
-        twins = ["cuda"] if "cuda" in BACKENDS and importlib.util.find_spec("sagc_fast.ops.cuda_ops") else []
-        for backend in [None, *([] if REHEARSAL else twins)]:
+        for backend in (None, *twins()):
             self.measure(
                 "keyed sampling", lambda: ops.sample_keyed_tokens(logits, keys, hot), num_bytes=logits.nbytes,
                 backend=backend,
@@ -128,6 +128,19 @@ class Bench:
             lambda: ops.sample_keyed_tokens(logits, keys, hot, top_k, top_p, torch.zeros_like(hot)),
             num_bytes=logits.nbytes,
         )
+
+    def decode_rows(self) -> None:
+        """Where the rows of a burst stand, before a step and after its draw; the CUDA twins beside them."""
+        state = row_state()
+        tokens, logprobs = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE), torch.zeros(ROWS, device=DEVICE)
+
+        def step() -> None:
+            ops.place_rows(state, PAGE, 0)
+            ops.advance_rows(state, tokens, logprobs)
+
+        num_bytes = sum(8 * ROWS for name in DecodeRows.__dataclass_fields__ if name.endswith("_R"))
+        for backend in (None, *twins()):
+            self.measure("place + advance rows", step, num_bytes=num_bytes, backend=backend, beside=f"{ROWS} rows")
 
     def rows(self) -> None:
         """Norms and the gate, forward and backward."""
@@ -251,6 +264,24 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int) -> 
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def twins() -> list[str]:
+    """The backend of the CUDA C++ operators, where it is there."""
+    return ["cuda"] if not REHEARSAL and cuda_module() is not None else []
+
+
+def row_state() -> DecodeRows:
+    """Live rows that never end."""
+    state = {name: torch.zeros(ROWS, dtype=torch.int64) for name in DecodeRows.__dataclass_fields__}
+    state |= {name: state[name].int() for name in ("is_live_R", "is_kept_R", "shared_blocks_R", "context_R")}
+    state["is_live_R"] += 1
+    state["is_kept_R"] += 1
+    state["max_output_R"] += 1 << 40
+    state["block_tables_RB"] = torch.zeros(ROWS, 512, dtype=torch.int32)
+    state["end_ids_SI"] = torch.full((4, 8), -1)
+    state["drawn_KR"], state["logprobs_KR"] = torch.zeros(64, ROWS, dtype=torch.int64), torch.zeros(64, ROWS)
+    return DecodeRows(**{name: tensor.to(DEVICE) for name, tensor in state.items()})
+
+
 def decode_layout(shared: bool) -> tuple[PagedLayout, int]:
     """GROUPS x GROUP_SIZE decode rows with PROMPT + OWN tokens each, and the number of blocks."""
     rows, prompt_blocks, own_blocks = GROUPS * GROUP_SIZE, PROMPT // PAGE, -(-(PROMPT % PAGE + OWN) // PAGE)
@@ -330,7 +361,7 @@ def main() -> None:
             beside=f"flash-attn {'installed' if flash_module() is not None else 'not installed'}")  # fmt: skip
         for name in list(reversed(CONFIGS))[: 1 if REHEARSAL else None]:  # whose shapes are all tiny there
             bench = Bench(name, outcome)
-            for section in (bench.paged, bench.sampling, bench.attention, bench.head, bench.rows):
+            for section in (bench.paged, bench.sampling, bench.decode_rows, bench.attention, bench.head, bench.rows):
                 with outcome.section(f"{section.__name__}, {name}"):
                     section()
                 free_memory()

@@ -1,4 +1,4 @@
-// torch.ops.sagc_fast.{sample_keyed_tokens, pack_decode_rows} for CUDA tensors, through torch's stable ABI. Compiled by
+// torch.ops.sagc_fast.{sample_keyed_tokens, place_rows, advance_rows} for CUDA tensors, through torch's stable ABI. Compiled by
 // the C++ compiler and linked against no CUDA library of torch, so that one file serves every torch from 2.11 on and
 // also loads, without a device to run on, beside a CPU torch.
 #include <dlfcn.h>
@@ -49,6 +49,16 @@ T* checked(const Tensor& t, const char* name, ScalarType type, const char* type_
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
+// The same for a matrix of `rows` rows, which may stand apart.
+template <typename T>
+T* checked_rows(const Tensor& t, const char* name, ScalarType type, const char* type_name, int64_t rows, int32_t device) {
+  const bool is_shape = t.dim() == 2 && t.size(0) == rows && (t.size(1) <= 1 || t.stride(1) == 1);
+  STD_TORCH_CHECK(t.scalar_type() == type && is_shape, name, " must be a ", type_name,
+                  " matrix of the documented shape with contiguous rows");
+  STD_TORCH_CHECK(t.get_device_index() == device, name, " is on another device");
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
 #define SAGC_INT32(t, ...) checked<int32_t>(t, #t, ScalarType::Int, "int32", {__VA_ARGS__}, device)
 #define SAGC_INT64(t, ...) checked<int64_t>(t, #t, ScalarType::Long, "int64", {__VA_ARGS__}, device)
 
@@ -81,32 +91,42 @@ std::tuple<Tensor, Tensor> sample_keyed_tokens(const Tensor& logits, const Tenso
   return {token, logprob};
 }
 
-void pack_decode_rows(const Tensor& rows, const Tensor& num_rows, const Tensor& is_over, const Tensor& num_computed,
-                      const Tensor& block_tables, const Tensor& share_group, const Tensor& shared_blocks, int64_t block_size,
-                      int64_t padding_slot, Tensor out_rows, Tensor out_num_rows, Tensor out_positions, Tensor out_slots,
-                      Tensor out_context_lens, Tensor out_cu_query, Tensor out_block_tables, Tensor out_share_group,
-                      Tensor out_shared_blocks) {
-  STD_TORCH_CHECK(rows.dim() == 1 && out_rows.dim() == 1 && block_tables.dim() == 2, "pack_decode_rows needs rows [C], "
-                  "block_tables [slots, columns] and out_rows [R]");
+void place_rows(const Tensor& position, Tensor is_live, const Tensor& is_kept, const Tensor& shared_blocks,
+                const Tensor& block_tables, Tensor context, Tensor slot, int64_t block_size, int64_t scratch_slot) {
   STD_TORCH_CHECK(block_size > 0, "block_size is ", block_size, " and must be positive");
-  const int64_t slots = block_tables.size(0), bucket = out_rows.size(0);
-  const int32_t device = rows.get_device_index();
+  const int32_t device = position.get_device_index();
+  const int64_t rows = position.numel();
   torch::stable::accelerator::DeviceGuard guard(device);
-  PackArgs args{};
-  args.capacity = rows.size(0), args.num_columns = block_tables.size(1), args.bucket = bucket;
-  args.block_size = block_size, args.padding_slot = padding_slot;
-  args.rows = SAGC_INT32(rows, args.capacity), args.num_rows = SAGC_INT32(num_rows, 1);
-  args.is_over = checked<bool>(is_over, "is_over", ScalarType::Bool, "bool", {slots}, device);
-  args.num_computed = SAGC_INT64(num_computed, slots), args.tables = SAGC_INT32(block_tables, slots, args.num_columns);
-  args.share_group = SAGC_INT32(share_group, slots), args.shared_blocks = SAGC_INT32(shared_blocks, slots);
-  args.out_rows = SAGC_INT32(out_rows, bucket), args.out_num_rows = SAGC_INT32(out_num_rows, 1);
-  args.out_positions = SAGC_INT64(out_positions, bucket), args.out_slots = SAGC_INT64(out_slots, bucket);
-  args.out_context_lens = SAGC_INT32(out_context_lens, bucket);
-  args.out_cu_query = SAGC_INT32(out_cu_query, bucket + 1);
-  args.out_tables = SAGC_INT32(out_block_tables, bucket, args.num_columns);
-  args.out_share_group = SAGC_INT32(out_share_group, bucket);
-  args.out_shared_blocks = SAGC_INT32(out_shared_blocks, bucket);
-  check_launch(sagc_cuda_pack_decode_rows(current_stream(device), &args), "pack_decode_rows");
+  PlaceArgs args{};
+  args.num_rows = rows, args.block_size = block_size, args.scratch_slot = scratch_slot;
+  args.position = SAGC_INT64(position, rows), args.is_live = SAGC_INT32(is_live, rows);
+  args.is_kept = SAGC_INT32(is_kept, rows), args.shared_blocks = SAGC_INT32(shared_blocks, rows);
+  args.tables = checked_rows<int32_t>(block_tables, "block_tables", ScalarType::Int, "int32", rows, device);
+  args.table_stride = block_tables.stride(0);
+  args.context = SAGC_INT32(context, rows), args.slot = SAGC_INT64(slot, rows);
+  check_launch(sagc_cuda_place_rows(current_stream(device), &args), "place_rows");
+}
+
+void advance_rows(const Tensor& drawn, const Tensor& logprob, Tensor token, Tensor position, Tensor index,
+                  const Tensor& max_output, Tensor is_live, const Tensor& end_set, Tensor step, const Tensor& end_ids,
+                  Tensor record, Tensor record_logprobs) {
+  const int32_t device = drawn.get_device_index();
+  const int64_t rows = drawn.numel(), steps = record.size(0);
+  torch::stable::accelerator::DeviceGuard guard(device);
+  AdvanceArgs args{};
+  args.num_rows = rows, args.num_ids = end_ids.size(1), args.num_steps = steps;
+  args.drawn = SAGC_INT64(drawn, rows);
+  args.logprob = checked<float>(logprob, "logprob", ScalarType::Float, "float32", {rows}, device);
+  args.token = SAGC_INT64(token, rows), args.position = SAGC_INT64(position, rows);
+  args.index = SAGC_INT64(index, rows), args.max_output = SAGC_INT64(max_output, rows);
+  args.is_live = SAGC_INT32(is_live, rows), args.end_set = SAGC_INT64(end_set, rows), args.step = SAGC_INT64(step, rows);
+  args.end_ids = checked_rows<int64_t>(end_ids, "end_ids", ScalarType::Long, "int64", end_ids.size(0), device);
+  args.record = checked_rows<int64_t>(record, "record", ScalarType::Long, "int64", steps, device);
+  args.record_logprob =
+      checked_rows<float>(record_logprobs, "record_logprobs", ScalarType::Float, "float32", steps, device);
+  args.end_stride = end_ids.stride(0), args.record_stride = record.stride(0);
+  args.record_logprob_stride = record_logprobs.stride(0);
+  check_launch(sagc_cuda_advance_rows(current_stream(device), &args), "advance_rows");
 }
 
 }  // namespace
@@ -116,14 +136,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sagc_fast, m) {
       "sample_keyed_tokens(Tensor logits, Tensor seed, Tensor prompt_id, Tensor sample_index, Tensor position, Tensor "
       "temperature) -> (Tensor, Tensor)");
   m.def(
-      "pack_decode_rows(Tensor rows, Tensor num_rows, Tensor is_over, Tensor num_computed, Tensor block_tables, Tensor "
-      "share_group, Tensor shared_blocks, int block_size, int padding_slot, Tensor(a!) out_rows, Tensor(b!) out_num_rows, "
-      "Tensor(c!) out_positions, Tensor(d!) out_slots, Tensor(e!) out_context_lens, Tensor(f!) out_cu_query, Tensor(g!) "
-      "out_block_tables, Tensor(h!) out_share_group, Tensor(i!) out_shared_blocks) -> ()");
+      "place_rows(Tensor position, Tensor(a!) is_live, Tensor is_kept, Tensor shared_blocks, Tensor block_tables, "
+      "Tensor(b!) context, Tensor(c!) slot, int block_size, int scratch_slot) -> ()");
+  m.def(
+      "advance_rows(Tensor drawn, Tensor logprob, Tensor(a!) token, Tensor(b!) position, Tensor(c!) index, Tensor "
+      "max_output, Tensor(d!) is_live, Tensor end_set, Tensor(e!) step, Tensor end_ids, Tensor(f!) record, Tensor(g!) "
+      "record_logprobs) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(sagc_fast, CUDA, m) {
   m.impl("sample_keyed_tokens", TORCH_BOX(&sample_keyed_tokens));
-  m.impl("pack_decode_rows", TORCH_BOX(&pack_decode_rows));
+  m.impl("place_rows", TORCH_BOX(&place_rows));
+  m.impl("advance_rows", TORCH_BOX(&advance_rows));
 }
 
 }  // namespace sagc

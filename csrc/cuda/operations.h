@@ -20,33 +20,35 @@ struct SampleArgs {
   float* logprob;   // [R]
 };
 
-struct PackArgs {
-  const int32_t* rows;          // [C] slots in row order
-  const int32_t* num_rows;      // [1] how many of them count
-  const bool* is_over;          // [S], all below by slot
-  const int64_t* num_computed;  // [S] tokens whose keys and values are in the cache
-  const int32_t* tables;        // [S, B]
-  const int32_t* share_group;   // [S]
-  const int32_t* shared_blocks; // [S]
-  int64_t capacity;             // C
-  int64_t num_columns;          // B
-  int64_t block_size;
-  int64_t padding_slot;
-  // Results, R rows.
-  int64_t bucket;  // R
-  int32_t* out_rows;
-  int32_t* out_num_rows;
-  int64_t* out_positions;
-  int64_t* out_slots;
-  int32_t* out_context_lens;
-  int32_t* out_cu_query;  // [R + 1]
-  int32_t* out_tables;    // [R, B]
-  int32_t* out_share_group;
-  int32_t* out_shared_blocks;
+// The state of decode rows by row, as sagc_fast/ops/decode_rows.py describes it; rows of tables are `stride` apart.
+struct PlaceArgs {
+  const int64_t* position;
+  int32_t* is_live;
+  const int32_t* is_kept;
+  const int32_t* shared_blocks;
+  const int32_t* tables;  // [R, B]
+  int32_t* context;
+  int64_t* slot;
+  int64_t num_rows, table_stride, block_size, scratch_slot;
+};
+
+struct AdvanceArgs {
+  const int64_t* drawn;
+  const float* logprob;
+  int64_t *token, *position, *index;
+  const int64_t* max_output;
+  int32_t* is_live;
+  const int64_t* end_set;
+  int64_t* step;
+  const int64_t* end_ids;  // [S, I]
+  int64_t* record;         // [K, R]
+  float* record_logprob;   // [K, R]
+  int64_t num_rows, num_ids, num_steps, end_stride, record_stride, record_logprob_stride;
 };
 
 }  // namespace sagc
 
 // Enqueue on a stream; 0 or the cudaError_t of the launch.
 extern "C" int sagc_cuda_sample_keyed(void* stream, const sagc::SampleArgs* args);
-extern "C" int sagc_cuda_pack_decode_rows(void* stream, const sagc::PackArgs* args);
+extern "C" int sagc_cuda_place_rows(void* stream, const sagc::PlaceArgs* args);
+extern "C" int sagc_cuda_advance_rows(void* stream, const sagc::AdvanceArgs* args);

@@ -1,19 +1,21 @@
 """The operations of the model, each with one signature and a choice of backends.
 
-``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens``,
-``sample_keyed_tokens`` and ``pack_decode_rows`` serve the rollout, ``place_rows`` and ``advance_rows`` its bursts on a
-GPU; in fp32 on the CPU each computes a row the same way, bit for bit, whatever the other rows. ``Decoder`` runs all of
-them for a whole step in native code. ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rotary_split``,
-``varlen_attention`` and ``token_logprobs`` serve training and are differentiable, once.
+``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens`` and
+``sample_keyed_tokens`` serve the rollout, ``place_rows`` and ``advance_rows`` its bursts on a GPU; in fp32 on the CPU
+each computes a row the same way, bit for bit, whatever the other rows. ``Decoder`` runs all of them for a whole step in
+native code. ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rotary_split``, ``varlen_attention`` and ``token_logprobs``
+serve training and are differentiable, once.
 The plain-torch functions of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document
 shapes and serve as oracles.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from sagc_fast.ops import decode_rows, logprobs, noise, pack_rows, paged, reference, sampling, varlen
+from sagc_fast.ops import decode_rows, logprobs, noise, paged, reference, sampling, varlen
 from sagc_fast.ops.backend import (
     cuda_module,
     describe,
@@ -27,25 +29,21 @@ from sagc_fast.ops.backend import (
 from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.decoder import BoundRows, Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
-from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
 from sagc_fast.profiling import ranged
 
 __all__ = [
     "BoundRows",
     "DecodeRows",
-    "DecodeTable",
     "Decoder",
     "DecoderWeights",
     "LayerWeights",
     "PackedLayout",
-    "PackedRows",
     "PagedLayout",
     "add_rms_norm",
     "advance_rows",
     "describe",
     "has_decoder",
     "linear",
-    "pack_decode_rows",
     "paged_attention",
     "place_rows",
     "rms_norm",
@@ -240,28 +238,16 @@ def sample_keyed_tokens(
     return sampling.sample_marked_tokens(logits_RV, uniform_R, temperature_R, *filters)
 
 
-def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
-    """See :func:`sagc_fast.ops.pack_rows.pack_decode_rows`."""
-    backend = resolve("pack_decode_rows", out.rows_R.device.type, torch.int32)
-    if backend == "cuda":
-        cuda_module().pack_decode_rows(table, out, block_size, padding_slot)
-    elif backend == "triton":
-        triton_module().pack_decode_rows(table, out, block_size, padding_slot)
-    else:
-        pack_rows.pack_decode_rows(table, out, block_size, padding_slot)
-
-
 def place_rows(rows: DecodeRows, block_size: int, scratch_slot: int) -> None:
     """See :func:`sagc_fast.ops.decode_rows.place_rows`."""
-    if resolve("place_rows", rows.token_R.device.type, torch.float32) == "triton":
-        triton_module().place_rows(rows, block_size, scratch_slot)
-    else:
-        decode_rows.place_rows(rows, block_size, scratch_slot)
+    _row_module("place_rows", rows).place_rows(rows, block_size, scratch_slot)
 
 
 def advance_rows(rows: DecodeRows, token_R: torch.Tensor, logprob_R: torch.Tensor) -> None:
     """See :func:`sagc_fast.ops.decode_rows.advance_rows`."""
-    if resolve("advance_rows", token_R.device.type, torch.float32) == "triton":
-        triton_module().advance_rows(rows, token_R, logprob_R)
-    else:
-        decode_rows.advance_rows(rows, token_R, logprob_R)
+    _row_module("advance_rows", rows).advance_rows(rows, token_R, logprob_R)
+
+
+def _row_module(op: str, rows: DecodeRows) -> Any:
+    backend = resolve(op, rows.token_R.device.type, torch.float32)
+    return {"cuda": cuda_module, "triton": triton_module}.get(backend, lambda: decode_rows)()

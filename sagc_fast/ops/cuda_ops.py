@@ -10,15 +10,14 @@ Shape suffixes: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
+from sagc_fast.ops.decode_rows import DecodeRows
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
-OPS = frozenset({"sample_keyed_tokens", "pack_decode_rows"})
+OPS = frozenset({"sample_keyed_tokens", "place_rows", "advance_rows"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_VOCAB = 1 << 20
 
@@ -38,9 +37,8 @@ def available_ops() -> set[str]:
 
 
 def supports(op: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether ``op`` serves this device and dtype (of the logits; of the block tables)."""
-    wanted = DTYPES if op == "sample_keyed_tokens" else (torch.int32,)
-    return op in available_ops() and device_type == "cuda" and dtype in wanted
+    """Whether ``op`` serves this device and dtype (of the logits)."""
+    return op in available_ops() and device_type == "cuda" and dtype in DTYPES
 
 
 def sample_keyed_tokens(
@@ -56,10 +54,18 @@ def sample_keyed_tokens(
     return _ops.sample_keyed_tokens(logits_RV, *keys, temperature_R.float().contiguous())
 
 
-def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
-    _ops.pack_decode_rows(
-        *(getattr(table, field.name) for field in fields(table)), block_size, padding_slot, *out.tensors()
-    )
+def place_rows(rows: DecodeRows, block_size: int, scratch_slot: int) -> None:
+    _ops.place_rows(
+        rows.position_R, rows.is_live_R, rows.is_kept_R, rows.shared_blocks_R, rows.block_tables_RB, rows.context_R,
+        rows.slot_R, block_size, scratch_slot,
+    )  # fmt: skip
+
+
+def advance_rows(rows: DecodeRows, token_R: torch.Tensor, logprob_R: torch.Tensor) -> None:
+    _ops.advance_rows(
+        token_R, logprob_R, rows.token_R, rows.position_R, rows.index_R, rows.max_output_R, rows.is_live_R,
+        rows.end_set_R, rows.step_R, rows.end_ids_SI, rows.drawn_KR, rows.logprobs_KR,
+    )  # fmt: skip
 
 
 @torch.library.register_fake("sagc_fast::sample_keyed_tokens")
@@ -68,6 +74,7 @@ def _(logits: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.register_fake("sagc_fast::pack_decode_rows")
+@torch.library.register_fake("sagc_fast::place_rows")
+@torch.library.register_fake("sagc_fast::advance_rows")
 def _(*arguments: torch.Tensor | int) -> None:
     return None

@@ -13,7 +13,7 @@ width, N tokens with a target, n tokens of a chunk, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from sagc_fast.kernels._launch import INTERPRETED, num_processors
 from sagc_fast.kernels.advance_rows import advance_rows as advance_rows_kernel
 from sagc_fast.kernels.group_decode import group_decode, siblings_per_tile
 from sagc_fast.kernels.merge_splits import merge_splits
-from sagc_fast.kernels.pack_decode_rows import pack_decode_rows as pack_kernel
 from sagc_fast.kernels.paged_decode import paged_decode
 from sagc_fast.kernels.paged_prefill import paged_prefill
 from sagc_fast.kernels.place_rows import place_rows as place_rows_kernel
@@ -41,7 +40,6 @@ from sagc_fast.kernels.silu_mul_backward import silu_mul_backward
 from sagc_fast.kernels.token_logprobs_backward import token_logprobs_backward
 from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.layouts import PagedLayout
-from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
 from sagc_fast.ops.sampling import not_finite
 from sagc_fast.ops.triton_varlen import varlen_attention
 
@@ -49,7 +47,7 @@ __all__ = ["varlen_attention"]
 
 OPS = frozenset(
     {"rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "paged_attention", "varlen_attention", "token_logprobs",
-     "sample_tokens", "sample_keyed_tokens", "policy_loss", "rotary_split", "pack_decode_rows", "place_rows",
+     "sample_tokens", "sample_keyed_tokens", "policy_loss", "rotary_split", "place_rows",
      "advance_rows"}
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,8 +71,7 @@ def available_ops() -> set[str]:
 
 def supports(op: str, device_type: str, dtype: torch.dtype) -> bool:
     """Whether ``op`` serves this device and dtype."""
-    dtypes = (torch.int32,) if op == "pack_decode_rows" else DTYPES
-    return op in available_ops() and device_type == ("cpu" if INTERPRETED else "cuda") and dtype in dtypes
+    return op in available_ops() and device_type == ("cpu" if INTERPRETED else "cuda") and dtype in DTYPES
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
@@ -299,10 +296,6 @@ def _sample(
         for x, default in zip(filters, (*off, torch.zeros_like(temperature_R)), strict=True)
     )
     return sample_filtered(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R, keys)
-
-
-def pack_decode_rows(table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
-    pack_kernel(tuple(getattr(table, field.name) for field in fields(table)), out.tensors(), block_size, padding_slot)
 
 
 def token_logprobs(

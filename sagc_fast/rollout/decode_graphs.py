@@ -95,8 +95,9 @@ class DecodeGraphs:
             self.buffers = RowBuffers(self.device, *sizes)
         self._model, self._kv = model, kv
         self.device.wait(self.device.record())  # of a call that was broken off, copies may still be under way
-        backend = resolve("paged_attention", model.device.type, model.dtype)
-        addresses = (backend, *(tensor.data_ptr() for tensor in (*self._reads(), *self._writes())))
+        operators = ("paged_attention", "sample_keyed_tokens", "place_rows", "advance_rows")
+        backends = [resolve(operator, model.device.type, model.dtype) for operator in operators]
+        addresses = (*backends, *(tensor.data_ptr() for tensor in (*self._reads(), *self._writes())))
         if addresses != self._addresses:
             if self._graphs:
                 log.info("weights, KV cache or tables have moved: %d graphs are captured anew", len(self._graphs))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
+from sagc_fast.ops import DecodeRows
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc/cuda").glob("*.cu"))
@@ -29,11 +29,18 @@ class SampleArgs(ctypes.Structure):
     )
 
 
-class PackArgs(ctypes.Structure):
+class PlaceArgs(ctypes.Structure):
     _fields_ = (
-        *((f"table_{i}", ctypes.c_void_p) for i in range(7)),
-        *((name, ctypes.c_int64) for name in ("capacity", "num_columns", "block_size", "padding_slot", "bucket")),
-        *((f"out_{i}", ctypes.c_void_p) for i in range(9)),
+        *((f"tensor_{i}", ctypes.c_void_p) for i in range(7)),
+        *((name, ctypes.c_int64) for name in ("num_rows", "table_stride", "block_size", "scratch_slot")),
+    )
+
+
+class AdvanceArgs(ctypes.Structure):
+    _fields_ = (
+        *((f"tensor_{i}", ctypes.c_void_p) for i in range(12)),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_ids", "num_steps")),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("end", "record", "record_logprob")),
     )
 
 
@@ -53,11 +60,20 @@ class HostKernels:
         assert self.library.sagc_cuda_sample_keyed(None, ctypes.byref(args)) == 0
         return token, logprob
 
-    def pack(self, table: DecodeTable, out: PackedRows, block_size: int, padding_slot: int) -> None:
-        tensors = [getattr(table, name) for name in DecodeTable.__dataclass_fields__]
-        size = (len(table.rows_C), table.block_tables_SB.shape[1], block_size, padding_slot, len(out.rows_R))
-        args = PackArgs(*(x.data_ptr() for x in tensors), *size, *(x.data_ptr() for x in out.tensors()))
-        assert self.library.sagc_cuda_pack_decode_rows(None, ctypes.byref(args)) == 0
+    def place_rows(self, rows: DecodeRows, block_size: int, scratch_slot: int) -> None:
+        tensors = (rows.position_R, rows.is_live_R, rows.is_kept_R, rows.shared_blocks_R, rows.block_tables_RB,
+                   rows.context_R, rows.slot_R)  # fmt: skip
+        size = (len(rows.token_R), rows.block_tables_RB.stride(0), block_size, scratch_slot)
+        args = PlaceArgs(*(x.data_ptr() for x in tensors), *size)
+        assert self.library.sagc_cuda_place_rows(None, ctypes.byref(args)) == 0
+
+    def advance_rows(self, rows: DecodeRows, token: torch.Tensor, logprob: torch.Tensor) -> None:
+        tensors = (token, logprob, rows.token_R, rows.position_R, rows.index_R, rows.max_output_R, rows.is_live_R,
+                   rows.end_set_R, rows.step_R, rows.end_ids_SI, rows.drawn_KR, rows.logprobs_KR)  # fmt: skip
+        size = (len(token), rows.end_ids_SI.shape[1], len(rows.drawn_KR))
+        strides = (x.stride(0) for x in (rows.end_ids_SI, rows.drawn_KR, rows.logprobs_KR))
+        args = AdvanceArgs(*(x.data_ptr() for x in tensors), *size, *strides)
+        assert self.library.sagc_cuda_advance_rows(None, ctypes.byref(args)) == 0
 
 
 @pytest.fixture(scope="session")

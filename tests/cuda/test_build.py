@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILT = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info")
-MAX_REGISTERS = {"sample_keyed": 64, "pack_decode_rows": 64}
+MAX_REGISTERS = {"sample_keyed": 64, "place_rows": 64, "advance_rows": 64}
 """1024 threads of a block share 65,536; more does not launch."""
 
 
@@ -64,7 +64,7 @@ def _resources(said: str) -> list[tuple[str, int, int, int, int]]:
 
 def test_no_kernel_spills(built: tuple[Path, str], record_property: Callable[[str, object], None]) -> None:
     rows = _resources(built[1])
-    assert len(rows) == 2 * (6 + 1)  # three dtypes with and without alignment, and the packing; two architectures
+    assert len(rows) == 2 * (6 + 2)  # three dtypes with and without alignment, and the rows; two architectures
     lines = [f"sm_{row[1]:<3}{row[2]:>10}{row[3]:>9}{'SPILLS' if row[4] else '-':>8}  {row[0]}" for row in rows]
     record_property("nvcc_table", "\n".join(lines))
     for name, _, registers, shared, spilled in rows:
@@ -86,8 +86,8 @@ with FakeTensorMode():
     token, logprob = cuda_ops.sample_keyed_tokens(logits, keys, torch.ones(3, device="cuda"))
     assert (token.dtype, logprob.dtype, token.shape) == (torch.int64, torch.float32, (3,))
     assert token.device.type == "cuda"
-schema = torch.ops.sagc_fast.pack_decode_rows.default._schema
-assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write][0] == "out_rows"
+schema = torch.ops.sagc_fast.place_rows.default._schema
+assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] == ["is_live", "context", "slot"]
 keys = tuple(torch.zeros(3, dtype=torch.int64) for _ in range(4))
 for call, kind in (
     (lambda: torch.ops.sagc_fast.sample_keyed_tokens(torch.zeros(3, 5), *keys, torch.ones(3)), NotImplementedError),

@@ -15,17 +15,15 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from made_up_groups import made_up_groups
 from pretend_device import PRETENDED, MixedDevices, OnDevice, pretended_device, to_device
 
 from sagc_fast import RolloutEngine, SamplingParams, TrainConfig, ops
 from sagc_fast.model import lora
 from sagc_fast.model.loader import save_model
 from sagc_fast.rollout.uploads import uploaded
-from sagc_fast.tasks.base import Problem, Score
 from sagc_fast.train.optimizer import PolicyOptimizer
-from sagc_fast.train.sampling import ScoredGroup
 from sagc_fast.train.update import PolicyUpdater
-from sagc_fast.types import Completion, Group
 
 PROMPTS = [list(range(20)), [5, 6, 7], [1] * 33]
 
@@ -102,18 +100,6 @@ def test_arrays_are_uploaded_in_one_copy() -> None:
         assert tensor.dtype == torch.from_numpy(array).dtype
 
 
-def _groups() -> list[ScoredGroup]:
-    groups = []
-    for index, prompt in enumerate(PROMPTS):
-        completions = [
-            Completion(i, [(7 * i + 3 * j + index) % 250 for j in range(2 + 3 * i)], [-5.5] * (2 + 3 * i), "stop")
-            for i in range(3)
-        ]
-        scores = [Score(float(i == index), i == index) for i in range(3)]
-        groups.append(ScoredGroup(Group(index, prompt, completions, prompt_id=index), Problem(prompt=""), scores))
-    return groups
-
-
 UPDATES = {
     "grpo": {"algo": {"name": "grpo"}},
     "dapo_split_in_micro_batches": {"algo": {"name": "dapo"}, "update": {"micro_batch_tokens": 60}},
@@ -144,7 +130,7 @@ def _updated(
         updater = PolicyUpdater(
             model, reference, optimizer, config.algorithm, config.update, max_length=16, temperature=1.0, seed=0
         )
-        result = updater.update(step, _groups())
+        result = updater.update(step, made_up_groups(PROMPTS, 3, growth=3))
         assert result.num_updates == 1
         assert result.metrics.means()["num_tokens"] > 0
         state = {name: tensor.cpu().clone() for name, tensor in optimizer.state_tensors().items()}

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from made_up_groups import made_up_groups
+
 from sagc_fast import TrainConfig, ops
-from sagc_fast.tasks.base import Problem, Score
 from sagc_fast.train.optimizer import PolicyOptimizer
-from sagc_fast.train.sampling import ScoredGroup
 from sagc_fast.train.trainer import Trainer
 from sagc_fast.train.update import PolicyUpdater
-from sagc_fast.types import Completion, Group
 
 pytestmark = pytest.mark.gpu
-
-
-def _groups() -> list[ScoredGroup]:
-    groups = []
-    for index, prompt in enumerate([list(range(20)), [5, 6, 7], [1] * 40]):
-        completions = [
-            Completion(i, [(7 * i + 3 * j + index) % 250 for j in range(2 + 9 * i)], [-5.5] * (2 + 9 * i), "stop")
-            for i in range(4)
-        ]
-        scores = [Score(float(i == index), i == index) for i in range(4)]
-        groups.append(ScoredGroup(Group(index, prompt, completions, prompt_id=index), Problem(prompt=""), scores))
-    return groups
 
 
 def _config(algorithm: str) -> TrainConfig:
@@ -51,7 +40,7 @@ def _update(model: torch.nn.Module, optimizer: PolicyOptimizer, algorithm: str =
     updater = PolicyUpdater(
         model, None, optimizer, config.algorithm, config.update, max_length=64, temperature=1.0, seed=0
     )
-    result = updater.update(step, _groups())
+    result = updater.update(step, made_up_groups([list(range(20)), [5, 6, 7], [1] * 40], 4, growth=9))
     assert result.num_updates == 1
     return result.grad_norms[0]
 

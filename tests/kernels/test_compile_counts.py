@@ -16,7 +16,6 @@ from sagc_fast.kernels.compile_ahead import recording
 from sagc_fast.ops import triton_ops, triton_varlen
 from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
-from sagc_fast.ops.pack_rows import DecodeTable, PackedRows
 
 HEADS, KV, D, E, V = 6, 2, 64, 384, 4096
 
@@ -57,9 +56,6 @@ def rollout(contexts, queries):
     logits, temperature = empty(S, V), empty(S, dtype=torch.float32)
     triton_ops.sample_keyed_tokens(logits, keys, temperature)
     triton_ops.sample_keyed_tokens(logits, keys, temperature, keys[0], temperature, temperature)
-    table = DecodeTable(empty(S, **int32), empty(1, **int32), empty(S, dtype=torch.bool), empty(S, dtype=torch.int64),
-        empty(S, columns, **int32), empty(S, **int32), empty(S, **int32))
-    triton_ops.pack_decode_rows(table, PackedRows.empty(S, columns, "meta"), 16, 3 * S)
     state = {name: empty(S, dtype=torch.int64) for name in DecodeRows.__dataclass_fields__}
     state |= {name: empty(S, **int32) for name in ("is_live_R", "is_kept_R", "shared_blocks_R", "context_R")}
     state |= {"block_tables_RB": layout.block_tables_SB, "end_ids_SI": empty(4, S, dtype=torch.int64)}
@@ -103,4 +99,4 @@ def test_compilations_do_not_grow_with_lengths() -> None:
         "rms_norm_backward",
     }
     assert launched >= {"paged_decode", "group_decode", "merge_splits", "paged_prefill", "sample_pick", "rope_cache"}
-    assert launched >= {"sample_filtered", "pack_decode_rows", "place_rows", "advance_rows"}
+    assert launched >= {"sample_filtered", "place_rows", "advance_rows"}

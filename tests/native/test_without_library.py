@@ -119,5 +119,5 @@ def test_the_interface_names_every_operator_of_the_library() -> None:
     """A new operator that Python calls would otherwise be missed in an older library only when it is called."""
     names = torch._C._dispatch_get_all_op_names()
     registered = {n.removeprefix("sagc_fast::") for n in names if n.startswith("sagc_fast::")}
-    of_cuda = {"sample_keyed_tokens", "pack_decode_rows"}
+    of_cuda = {"sample_keyed_tokens", "place_rows", "advance_rows"}
     assert registered - of_cuda == set(native_interface.SCHEMAS)

@@ -13,34 +13,7 @@ from sagc_fast.rollout.decode_graphs import DecodeGraphs
 from sagc_fast.rollout.device import CudaDevice
 from sagc_fast.rollout.stand_in_device import StandInDevice
 
-PAGE, NUM_STEPS = 4, 5
-
-
-def random_rows(num_rows: int, capacity: int) -> DecodeRows:
-    """Views of wider memory, as the runner's are; half of the rows live."""
-    g = torch.Generator().manual_seed(num_rows)
-
-    def integers(low: int, high: int, shape: tuple[int, ...] = (num_rows,), dtype: torch.dtype = torch.int64):
-        return torch.randint(low, high, shape, generator=g).to(dtype)
-
-    int32 = torch.int32
-    return DecodeRows(
-        token_R=integers(0, 50),
-        position_R=integers(0, 5 * PAGE),
-        index_R=integers(0, 9),
-        max_output_R=integers(1, 12),
-        is_live_R=integers(0, 2, dtype=int32),
-        is_kept_R=(integers(0, 4) > 0).to(int32),
-        end_set_R=integers(0, 3),
-        shared_blocks_R=integers(0, 3, dtype=int32),
-        step_R=torch.full((num_rows,), NUM_STEPS - 1),
-        context_R=torch.zeros(num_rows, dtype=int32),
-        slot_R=torch.zeros(num_rows, dtype=torch.int64),
-        block_tables_RB=integers(0, 99, (num_rows, 6), int32),
-        end_ids_SI=torch.tensor([[-1, -1, -1], [3, 4, -1], [5, 6, 7]]),
-        drawn_KR=torch.full((NUM_STEPS, capacity), 77)[:, :num_rows],
-        logprobs_KR=torch.full((NUM_STEPS, capacity), 0.5)[:, :num_rows],
-    )
+PAGE = 4
 
 
 def moved(rows: DecodeRows, device: torch.device) -> DecodeRows:
@@ -56,8 +29,8 @@ def assert_equal(found: DecodeRows, wanted: DecodeRows) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 131])
-def test_rows_move_as_in_plain_torch(num_rows: int, device: torch.device) -> None:
-    wanted = random_rows(num_rows, capacity=160)
+def test_rows_move_as_in_plain_torch(num_rows: int, device: torch.device, random_decode_rows) -> None:
+    wanted = random_decode_rows(num_rows, PAGE)
     found = moved(wanted, device)
     generator = torch.Generator().manual_seed(7)
     for _ in range(3):

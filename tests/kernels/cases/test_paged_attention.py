@@ -76,6 +76,18 @@ def test_decode_rows_siblings_and_chunks_in_one_step(dtype: torch.dtype, device:
     _compare(_step(MIXED, 3, 1, 32, dtype), device)
 
 
+WITHOUT_A_TOKEN = {
+    "decode": [(5, 1, -1, 0), (9, 0, -1, 0), (4, 1, -1, 0)],
+    "chunk": [(40, 6, -1, 0), (33, 0, -1, 0), (18, 1, 2, 1), (17, 1, 2, 1)],
+    "no_context": [(0, 0, -1, 0), (3, 3, -1, 0)],
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_TOKEN)
+def test_sequences_without_a_token(name: str, device: torch.device) -> None:
+    _compare(_step(WITHOUT_A_TOKEN[name], 4, 2, 16, torch.float32), device)
+
+
 @pytest.mark.parametrize("heads", [(4, 2, 8), (2, 1, 80), (1, 1, 256)], ids=str)
 def test_heads_and_widths(heads: tuple[int, int, int], device: torch.device) -> None:
     _compare(_step([(20, 1, 0, 1), (18, 1, 0, 1), (9, 5, -1, 0)], *heads, torch.float32), device)

@@ -50,7 +50,8 @@ def test_same_uniform_same_token(dtype: torch.dtype, vocab_size: int, device: to
     _check(logits, u, temperature, device=device)
 
 
-def test_filters_and_ties(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_filters_and_ties(dtype: torch.dtype, device: torch.device) -> None:
     """A coarse grid of logits, so that every threshold falls among equals."""
     generator = torch.Generator().manual_seed(3)
     rows = 9
@@ -61,7 +62,7 @@ def test_filters_and_ties(device: torch.device) -> None:
     top_k = torch.tensor([5, 1, 700, 0, 0, 3, 0, 5000, 50])
     top_p = torch.tensor([1.0, 1.0, 0.5, 0.3, 1.0, 0.1, 1.0, 1.0, 0.9])
     min_p = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.2, 0.9, 0.0, 0.0, 0.3])
-    _check(logits, u, temperature, top_k, top_p, min_p, device=device)
+    _check(logits.to(dtype), u, temperature, top_k, top_p, min_p, device=device)
 
 
 def test_one_filter_alone_leaves_the_others_off(device: torch.device) -> None:
