@@ -22,8 +22,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// A section of its own, so that all of it can be filled between blocks.
-#define __shared__ static __attribute__((section("sagc_shared")))
+#define __shared__ static
 
 using cudaStream_t = void*;
 inline int cudaGetLastError() { return 0; }
@@ -109,8 +108,6 @@ inline void resume(int index) {
   swapcontext(&block->main, &fiber.context);
 }
 
-extern "C" char __start_sagc_shared[], __stop_sagc_shared[];
-
 template <typename Body>
 void launch(unsigned grid, unsigned threads, Body body) {
   while (stacks.size() < threads) stacks.push_back(malloc(kStackBytes));
@@ -123,7 +120,6 @@ void launch(unsigned grid, unsigned threads, Body body) {
     one.lanes = std::vector<uint64_t>(2 * threads);
     one.body = body;
     block = &one, block_index.x = b;
-    memset(__start_sagc_shared, 0xff, __stop_sagc_shared - __start_sagc_shared);
     for (bool is_running = true; is_running;) {
       is_running = one.has_moved = false;
       for (unsigned i = 0; i < threads; i++) {
