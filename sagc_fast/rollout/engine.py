@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,6 +21,7 @@ from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, che
 from sagc_fast.rollout.speculation import SPECULATION_MODES, Speculation, SpeculationMode
 from sagc_fast.rollout.step_cost import roofline
 from sagc_fast.rollout.stop import Detokenizer
+from sagc_fast.rollout.threads import torch_threads
 from sagc_fast.types import Group, RolloutStats, SamplingParams
 
 BYTES_PER_GB = 10**9
@@ -179,7 +179,7 @@ class RolloutEngine:
                 policy_version=self.policy_version,
             )
             kv = self._kv_for(requests, settings.capacity_rows)
-            with _torch_threads(self.threads), divergence_named(self.model):
+            with torch_threads(self.threads), divergence_named(self.model):
                 call = Call(
                     self.model, kv, requests, settings, self.lengths, self._detokenizer, self._speculation, self._graphs
                 )
@@ -257,18 +257,6 @@ class RolloutEngine:
             f"{int(self.kv_budget_gb * BYTES_PER_GB):,}; set kv_budget_gb to at least {remedy_gb:g} or lower "
             "max_new_tokens."
         )
-
-
-@contextmanager
-def _torch_threads(threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        if threads is not None:
-            torch.set_num_threads(before)
 
 
 def _roofline(model: Any) -> tuple[float, float]:
