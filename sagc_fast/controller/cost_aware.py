@@ -1,9 +1,10 @@
 """Cost-aware sizing: the most utility per predicted second, in place of the binary straggler event.
 
 Beyond the paper. A straggler matters through the seconds it costs, and those can be predicted: a step of N = n G
-completions with continuous batching runs about as many decode iterations as its longest completion has tokens, so
+completions with continuous batching runs about as many decode steps as its longest completion has tokens; drafts make
+them fewer, too few rows more, by a factor r that the steps counted lately give. So
 
-    seconds(G) = a + b E[longest of n G] + c n G E[length]         utility(G) = n u(G)
+    seconds(G) = a + b r E[longest of n G] + c n G E[length]         utility(G) = n u(G)
 
 Both expectations are order statistics of the lengths seen lately, taken from their empirical distribution (no family to
 fit, so mixtures and caps are right): E[max of N] = sum_i x_(i) ((i/m)^N - ((i-1)/m)^N). The coefficients a, b, c are
@@ -86,6 +87,7 @@ class CostAwareSAGC:
         self._arm = 0
         self._lengths = np.empty(0)
         self._num_prompts = 0.0
+        self._steps = self._longest = 0.0
         guess = [self.config.fixed_seconds, self.config.iteration_seconds, self.config.token_seconds]
         self._fit = SecondsFit(np.array(guess), self.config.forgetting)
         self._meter = SAGC(SAGCConfig(candidates=self.config.candidates[:1], tau=self.config.tau, fallback=False))
@@ -101,8 +103,10 @@ class CostAwareSAGC:
         num_clipped: int | None = None,
         problem_ids: Sequence[Any] | None = None,
         seconds: float | None = None,
+        num_steps: int | None = None,
     ) -> None:
-        """Learn from one step: lengths per group (tokens), and how long the step took where that was measured."""
+        """Learn from one step: lengths per group (tokens), and where they were measured the seconds of the step and the
+        decode steps of its rollout (else: as many as its longest completion has tokens)."""
         self._meter.observe(lengths, num_clipped=num_clipped)
         values, _, _ = flatten(lengths)
         if len(values) == 0:
@@ -110,7 +114,10 @@ class CostAwareSAGC:
         self._lengths = np.concatenate([self._lengths, values])[-self.config.window :]
         self._num_prompts = float(len(lengths))
         if seconds is not None:
-            self._fit.add(np.array([1.0, values.max(), values.sum()]), float(seconds))
+            steps, longest = float(values.max() if num_steps is None else num_steps), float(values.max())
+            self._fit.add(np.array([1.0, steps, values.sum()]), float(seconds))
+            forgetting = self.config.forgetting
+            self._steps, self._longest = forgetting * self._steps + steps, forgetting * self._longest + longest
         low, high = self._arm - self.config.radius, self._arm + self.config.radius
         arms = range(max(0, low), min(len(self._utilities) - 1, high) + 1)
         values_by_arm = {i: self.utility_per_second(i) for i in arms}
@@ -128,8 +135,8 @@ class CostAwareSAGC:
         """Expected seconds of a step of so many completions."""
         ordered = np.sort(self._lengths)
         below = np.linspace(0.0, 1.0, len(ordered) + 1) ** num_completions
-        longest = float(ordered @ np.diff(below))
-        return float(self._fit.coefficients @ [1.0, longest, num_completions * ordered.mean()])
+        steps = float(ordered @ np.diff(below)) * (self._steps / self._longest if self._longest > 0.0 else 1.0)
+        return float(self._fit.coefficients @ [1.0, steps, num_completions * ordered.mean()])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next decisions depend on; survives JSON bit for bit."""
@@ -138,6 +145,8 @@ class CostAwareSAGC:
             "arm": self._arm,
             "lengths": self._lengths.tolist(),
             "num_prompts": self._num_prompts,
+            "steps": self._steps,
+            "longest": self._longest,
             "fit": self._fit.state(),
             "meter": self._meter.state_dict(),
         }
@@ -150,6 +159,7 @@ class CostAwareSAGC:
             )
         self._arm, self._num_prompts = int(state["arm"]), float(state["num_prompts"])
         self._lengths = np.array(state["lengths"], dtype=np.float64)
+        self._steps, self._longest = float(state.get("steps", 0.0)), float(state.get("longest", 0.0))
         self._fit.restore(state["fit"])
         self._meter.load_state_dict(state["meter"])
 
@@ -162,7 +172,7 @@ class CostAwareSAGC:
 
 
 class SecondsFit:
-    """Least squares for seconds = a + b longest + c tokens, forgetting old steps; a, b, c stay >= 0.
+    """Least squares for seconds = a + b steps + c tokens, forgetting old steps; a, b, c stay >= 0.
 
     The first guess counts as a small part of one observation, so that steps which are all alike, and so cannot tell the
     three apart, leave their proportions as guessed.
@@ -179,7 +189,7 @@ class SecondsFit:
         self.coefficients = guess.copy()
 
     def add(self, features: np.ndarray, seconds: float) -> None:
-        """One measured step: features (1, longest, tokens)."""
+        """One measured step: features (1, decode steps, tokens)."""
         if not 0.0 < seconds < math.inf:
             return
         self._num_steps = self._forgetting * self._num_steps + 1.0

@@ -93,6 +93,7 @@ class PromptAwareSAGC(SAGC):
         num_clipped: int | None = None,
         problem_ids: Sequence[Any] | None = None,
         seconds: float | None = None,
+        num_steps: int | None = None,
     ) -> None:
         """Learn from one step; see the class. Raises ValueError when problem_ids do not match the groups."""
         if problem_ids is None or len(problem_ids) != len(lengths):

@@ -68,14 +68,15 @@ class SAGC:
         num_clipped: int | None = None,
         problem_ids: Sequence[Any] | None = None,
         seconds: float | None = None,
+        num_steps: int | None = None,
     ) -> None:
         """Learn from one step: ``lengths`` holds one sequence of completion lengths (tokens) per group.
 
         Groups may differ in size; an array [groups, G] is the fastest form. ``num_clipped`` is the number of
         completions cut at their cap, for the gauges, where ``max_length`` does not say it. ``problem_ids`` (one per
-        group) and ``seconds`` (of the step) are what the prompt-aware and the cost-aware controller learn from; this
-        one uses lengths alone. No groups at all: posteriors decay, lambda stays. Raises ValueError for a length that is
-        negative, infinite or not a number; nothing is learnt then.
+        group), ``seconds`` (of the step) and ``num_steps`` (decode steps of its rollout) are what the prompt-aware and
+        the cost-aware controller learn from; this one uses lengths alone. No groups at all: posteriors decay, lambda
+        stays. Raises ValueError for a length that is negative, infinite or not a number; nothing is learnt then.
         """
         if not self._is_compiled:
             self._compile()

@@ -103,6 +103,7 @@ class Trainer:
             num_clipped=sum(c.is_truncated for g in rollout.first_round for c in g.group.completions),
             problem_ids=[g.problem.length_key for g in rollout.first_round],
             seconds=rollout.rollout_seconds + update.seconds,
+            num_steps=rollout.stats.num_steps,
         )
         self.prompt_budget.observe(lengths)
 

@@ -90,6 +90,22 @@ def test_the_cost_fit_recovers_the_engine_and_its_predictions_come_true():
     assert predicted == pytest.approx(record.continuous_seconds[played].mean(), rel=0.1)
 
 
+def test_steps_that_drafts_save_are_not_taken_for_cheap_ones():
+    """Half the steps of the longest completion, in one step of training and not in the next: the cost of a step is the
+    same, and what is predicted follows the share of steps saved lately."""
+    rng = np.random.default_rng(0)
+    told, guessing = CostAwareSAGC(), CostAwareSAGC()
+    for _ in range(300):
+        lengths = rng.integers(20, 400, size=(8, 8))
+        steps = int(lengths.max() * rng.uniform(0.4, 0.8))
+        seconds = 1.0 + 0.05 * steps
+        told.observe(lengths, seconds=seconds, num_steps=steps)
+        guessing.observe(lengths, seconds=seconds)
+    assert told.gauges()["iteration_seconds"] == pytest.approx(0.05, rel=0.02)
+    assert guessing.gauges()["iteration_seconds"] < 0.04
+    assert told.predicted_seconds(64) == pytest.approx(1.0 + 0.05 * 0.6 * 390, rel=0.1)
+
+
 def test_cost_awareness_chooses_what_is_best_per_second():
     """Where tokens are free but iterations dear, large groups win; where every token costs, small ones do."""
     for costs, best in (
@@ -132,7 +148,7 @@ def test_cost_aware_resumes_through_json_and_survives_degenerate_lengths():
     json.dumps(first.gauges(), allow_nan=False)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for controller in (first, second):
-        controller.observe([[10, 30, 20, 40]] * 4, seconds=2.0)
+        controller.observe([[10, 30, 20, 40]] * 4, seconds=2.0, num_steps=31)
     assert first.state_dict() == second.state_dict()
     with pytest.raises(ConfigError, match="candidates"):
         CostAwareSAGC(CostAwareConfig(candidates=(2, 3))).load_state_dict(first.state_dict())

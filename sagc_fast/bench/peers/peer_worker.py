@@ -15,8 +15,9 @@ from typing import Any
 Run = Callable[[dict[str, Any]], dict[str, Any]]
 """One run of what the request asks for. A rollout's request: {"prompts": token ids, "lengths": completion lengths to
 force, one list per prompt, "seed"}; its answer: {"lengths": what came out, and counts: "steps", "row_steps" (rows
-computed, over all steps), "prefill_tokens"}, without those that an engine does not tell. wall_seconds and cpu_seconds
-of the whole run are added; an answer that has them (its run had to set something up first) keeps its own."""
+computed, over all steps, and drafted tokens), "prefill_tokens"}, without those that an engine does not tell.
+wall_seconds and cpu_seconds of the whole run are added; an answer that has them (its run had to set something up first)
+keeps its own."""
 
 
 def serve(load: Callable[[dict[str, Any]], Run], versions: tuple[str, ...]) -> None:

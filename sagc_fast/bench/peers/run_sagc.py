@@ -33,7 +33,7 @@ def load(settings: dict[str, Any]) -> Run:
         return {
             "lengths": [group.lengths for group in groups],
             "steps": stats.num_steps,
-            "row_steps": sum(stats.active_rows),
+            "row_steps": sum(stats.active_rows) + stats.num_draft_tokens,
             "prefill_tokens": stats.num_prefill_tokens,
             "active_rows": stats.active_rows,
             "kv_bytes": stats.kv_bytes_total,
