@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sagc_fast import ops
 from sagc_fast.errors import ConfigError, KVBudgetError
 from sagc_fast.rollout.call import Call, CallSettings, OnGroup
 from sagc_fast.rollout.decode_graphs import GRAPHS_MODES, DecodeGraphs, GraphsMode, burst_device
@@ -101,7 +102,7 @@ class RolloutEngine:
         """Lengths per prompt seen so far; guides the order of admission, never the tokens."""
         # Elsewhere a plan with drafts is no graph, and the host's clock does not say what the device takes.
         mode = speculation if model.device.type == "cpu" else "off"
-        self._speculation = Speculation(mode, *_roofline(model), int(draft_recall_mb * BYTES_PER_MB))
+        self._speculation = Speculation(mode, *_roofline(model, self.kv_dtype), int(draft_recall_mb * BYTES_PER_MB))
         self._kv: KVCache | None = None
         device = burst_device(model.device, model.dtype)
         self._graphs = None if device is None else DecodeGraphs(device, graphs)
@@ -259,11 +260,15 @@ class RolloutEngine:
         )
 
 
-def _roofline(model: Any) -> tuple[float, float]:
+def _roofline(model: Any, kv_dtype: torch.dtype) -> tuple[float, float]:
     """Tokens that cost as much as a step's fixed part, and its seconds; a stand-in without weights costs the host's
     work alone."""
-    weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    return roofline(sum(w.numel() for w in weights), sum(w.numel() * w.element_size() for w in weights))
+    if not isinstance(model, torch.nn.Module):
+        return roofline(0, 0)
+    weights = list(model.parameters())
+    num_bytes = sum(w.numel() * w.element_size() for w in weights)
+    has_bursts = ops.has_decoder(model.device.type, model.dtype, kv_dtype)
+    return roofline(sum(w.numel() for w in weights), num_bytes, has_bursts)
 
 
 def _is_number(value: Any) -> bool:

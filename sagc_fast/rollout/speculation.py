@@ -43,7 +43,7 @@ LONGEST_PAUSE = 31
 """Most steps without a look while text has been foreseeable in this call (ours)."""
 HOPELESS_TOKENS = 256
 """Completion tokens read in a call, hardly any of them expected, after which other prompts get no trial (ours)."""
-NEWEST_TOKENS = 16
+NEWEST_TOKENS = 8
 """What is read of a text whose group has given no reason to read more (ours)."""
 MOST_INDEXED, LEAST_INDEXED = 1 << 17, 1 << 11
 """Tokens that the indices of a call take in together, and one at least (ours; a token takes some 250 bytes)."""
@@ -160,6 +160,10 @@ class Speculator:
     def _is_tail(self, num_rows: int) -> bool:
         return num_rows <= min(self._most_rows, self._cost.fixed_tokens)
 
+    @property
+    def _is_hopeless(self) -> bool:
+        return self._rates.num_read >= HOPELESS_TOKENS and not self._rates.is_promising
+
     def _plan_pause(self, num_rows: int, is_drafting: bool) -> None:
         """No look for ever more steps when looks were in vain, up to where they cost next to nothing."""
         if is_drafting:
@@ -168,7 +172,7 @@ class Speculator:
         longest = int(num_rows * self._looks_per_row)
         if self._rates.is_promising:
             longest = min(longest, LONGEST_PAUSE)
-        self._pause = min(self._next_pause, longest)
+        self._pause = longest if self._is_hopeless else min(self._next_pause, longest)
         self._next_pause = 2 * self._pause + 1
 
     def num_quiet_steps(self, num_rows: int) -> int | None:
@@ -201,7 +205,7 @@ class Speculator:
         """The group's index; made when it is first asked for, of all that has been written by then."""
         if group.drafts is None:
             max_tokens = max(LEAST_INDEXED, MOST_INDEXED // num_rows)  # no more groups are live than rows
-            if self._rates.num_read >= HOPELESS_TOKENS and not self._rates.is_promising:
+            if self._is_hopeless:
                 group.drafts = DraftIndex((), self._rates, max_tokens, trial_tokens=0)
             else:
                 group.drafts = DraftIndex(group.token_ids.tolist(), self._rates, max_tokens)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-HOST_SECONDS = 300e-6
-"""Per step, of the roofline estimate (as the next four; measured on an AMD EPYC, Zen 4, docs/rollout.md)."""
+HOST_SECONDS, HOST_SECONDS_IN_BURSTS = 300e-6, 10e-6
+"""Per step, of the roofline estimate (as the next three; measured on an AMD EPYC, Zen 4, docs/rollout.md): where each
+step has a plan of its own, and where native code does many."""
 HOST_SECONDS_PER_TOKEN = 5e-6
 BYTES_PER_SECOND = 15e9
 OPERATIONS_PER_SECOND = 80e9
@@ -90,8 +91,8 @@ class StepCost:
         self.fixed_tokens = math.sqrt(max(mean_cost / slope - mean_size, LEAST_FIXED_TOKENS**2))
 
 
-def roofline(num_parameters: int, num_bytes: int) -> tuple[float, float]:
+def roofline(num_parameters: int, num_bytes: int, has_bursts: bool = False) -> tuple[float, float]:
     """``a / b`` and ``a`` of a model from its size: a step reads the weights once, a token multiplies with each."""
-    step_seconds = HOST_SECONDS + num_bytes / BYTES_PER_SECOND
+    step_seconds = (HOST_SECONDS_IN_BURSTS if has_bursts else HOST_SECONDS) + num_bytes / BYTES_PER_SECOND
     token_seconds = HOST_SECONDS_PER_TOKEN + 2 * num_parameters / OPERATIONS_PER_SECOND
     return step_seconds / token_seconds, step_seconds

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sagc_fast import ops
+from sagc_fast.rollout import step_cost
 from sagc_fast.rollout.engine import BYTES_PER_GB, RolloutEngine
 from sagc_fast.rollout.noise import uniforms
 from sagc_fast.types import Group, SamplingParams
@@ -164,3 +165,11 @@ def engine_with_blocks() -> Callable[..., RolloutEngine]:
         return engine
 
     return make
+
+
+@pytest.fixture(scope="module")
+def tiny_models_draft():
+    """Drafts would not pay for the native steps of a tiny model: let those cost as much as a plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_cost, "HOST_SECONDS_IN_BURSTS", step_cost.HOST_SECONDS)
+        yield

@@ -14,6 +14,8 @@ from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.rollout.model_runner import ModelRunner, StepResult
 from sagc_fast.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("tiny_models_draft")
+
 CONTEXT = 40
 SECONDS = {"total_seconds", "prefill_seconds", "decode_seconds", "sample_seconds", "host_seconds", "draft_gain_seconds"}
 

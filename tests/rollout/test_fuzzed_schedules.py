@@ -22,6 +22,8 @@ from sagc_fast.ops.layouts import PagedLayout
 from sagc_fast.rollout import step_cost
 from sagc_fast.rollout.kv_cache import DTYPES
 
+pytestmark = pytest.mark.usefixtures("tiny_models_draft")
+
 EXAMPLES = int(os.environ.get("SAGC_FUZZ_EXAMPLES", "9"))
 CONTEXT, VOCAB, EOS = 48, 90, 7
 MODELS = {

@@ -16,7 +16,10 @@ from sagc_fast.rollout import model_runner
 from sagc_fast.rollout.noise import uniforms
 from sagc_fast.rollout.plan import StepPlan
 
-pytestmark = pytest.mark.skipif(native_module() is None, reason="sagc_fast._C is not built")
+pytestmark = [
+    pytest.mark.skipif(native_module() is None, reason="sagc_fast._C is not built"),
+    pytest.mark.usefixtures("tiny_models_draft"),
+]
 
 CLOCKED = {"total_seconds", "prefill_seconds", "decode_seconds", "sample_seconds", "host_seconds", "draft_gain_seconds"}
 uint64, uint32 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)

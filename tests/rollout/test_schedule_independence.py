@@ -12,6 +12,8 @@ from sagc_fast.rollout import call, step_cost
 from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("tiny_models_draft")
+
 CONTEXT = 40
 SETTINGS = ("block_size", "max_num_seqs", "max_batch_tokens", "speculation", "draft_recall_mb")
 

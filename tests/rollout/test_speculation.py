@@ -18,6 +18,8 @@ from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.rollout.speculation import Drafts, num_accepted, worthwhile
 from sagc_fast.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("tiny_models_draft")
+
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from sagc_fast.rollout.speculation import most_rows
 from sagc_fast.rollout.step_cost import MOST_FIXED_TOKENS, StepCost, roofline
 
 
@@ -72,6 +73,12 @@ def test_the_roofline_of_known_models():
     assert 40 < roofline(100_000, 400_000)[0] < 60
     assert 8 < roofline(8_000_000, 32_000_000)[0] < 20
     assert 3 < roofline(494_000_000, 988_000_000)[0] < 12
+
+
+def test_steps_done_in_bursts_cost_a_small_model_little_that_drafts_could_save():
+    """A draft ends a burst: what it costs the host is more than all of a step of 100 thousand parameters."""
+    for parameters, pays in ((100_000, False), (8_000_000, True)):
+        assert (most_rows(*roofline(parameters, 4 * parameters, has_bursts=True)) > 0) == pays
 
 
 def test_the_host_s_work_for_drafts_is_learnt_and_a_fixed_estimate_is_not():
