@@ -1,17 +1,20 @@
 """What a run writes while it trains: metrics.jsonl, lengths.jsonl, timeline.jsonl; and what it shows on its boards.
 
 Each file is append-only, one JSON object per line. A checkpoint stores the files' sizes; a resumed run cuts them back
-to those sizes, so that the lines of steps that are done again do not stand twice.
+to those sizes, so that the lines of steps that are done again do not stand twice. A file that was damaged in the
+meantime is cut back to whole lines, so that new ones do not stick to a torn one.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sagc_fast.train.boards import Board, Boards
 from sagc_fast.train.files import json_text, writing
@@ -75,15 +78,49 @@ class MetricsWriter:
         self._boards.close()
 
 
-def _open_at(path: Path, size: int):
-    file = open(path, "ab")  # noqa: SIM115 (stays open for the run)
-    present = file.tell()
+def _open_at(path: Path, size: int) -> BinaryIO:
+    """Open ``path`` to append behind its first ``size`` bytes; lines among them that are not legible are left out."""
+    present = path.stat().st_size if path.exists() else 0
     if present < size:
         logger.warning("%s has %d bytes where the checkpoint knows %d; some lines are missing", path, present, size)
-    elif present > size:
-        file.truncate(size)
-        file.seek(size)
-    return file
+    if present:
+        with open(path, "r+b") as file:
+            file.truncate(min(present, size))
+        _mend(path)
+    return open(path, "ab")
+
+
+def _mend(path: Path) -> None:
+    """Leave whole, legible lines alone in ``path``: a torn last line is cut off; a file with other damage is kept under
+    another name."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    legible = [line for line in lines if _is_legible(line)]
+    if len(legible) == len(lines):
+        return
+    num_bytes = sum(map(len, legible))
+    if legible == lines[:-1] and legible:
+        os.truncate(path, num_bytes)
+        logger.warning("%s ended in a torn line and was cut back to its last whole one, %d bytes", path, num_bytes)
+        return
+    aside = _free_name(path)
+    os.rename(path, aside)
+    path.write_bytes(b"".join(legible))
+    logger.warning(
+        "%s held %d lines that are no records; it is kept as %s, and the run goes on with the %d others",
+        path, len(lines) - len(legible), aside.name, len(legible),
+    )  # fmt: skip
+
+
+def _is_legible(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _free_name(path: Path) -> Path:
+    candidates = (path.with_name(f"damaged-{number}-{path.name}") for number in itertools.count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def _finite(value: Any) -> Any:

@@ -43,6 +43,37 @@ def test_a_file_shorter_than_the_checkpoint_knows_is_said(tmp_path, caplog):
     assert "some lines are missing" in caplog.text
 
 
+def test_a_torn_last_line_is_cut_off_before_the_next_one(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    with MetricsWriter(tmp_path, {"metrics.jsonl": 1000}) as writer:
+        writer.write("metrics.jsonl", {"step": 9})
+        assert writer.sync()["metrics.jsonl"] == path.stat().st_size
+    assert lines(path) == [{"step": 1}, {"step": 9}]
+    assert "cut back to its last whole one" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b"\x00\xff garbage", []),
+        (b'{"step": 1}\n\x00\x00\n{"step": 3}\n', [{"step": 1}, {"step": 3}]),
+        (b"[1]\n", []),
+    ],
+)
+def test_a_damaged_file_is_kept_aside_and_its_legible_lines_go_on(tmp_path, caplog, content, kept):
+    path = tmp_path / "lengths.jsonl"
+    path.write_bytes(content)
+    (tmp_path / "damaged-1-lengths.jsonl").write_bytes(b"earlier")
+    with MetricsWriter(tmp_path, {"lengths.jsonl": 1000}) as writer:
+        writer.write("lengths.jsonl", {"step": 9})
+    assert lines(path) == [*kept, {"step": 9}]
+    assert (tmp_path / "damaged-1-lengths.jsonl").read_bytes() == b"earlier"
+    assert (tmp_path / "damaged-2-lengths.jsonl").read_bytes() == content
+    assert "damaged-2-lengths.jsonl" in caplog.text
+
+
 @pytest.mark.parametrize(("code", "reason"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "read-only")])
 def test_a_disk_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, code, reason):
     def fail(*args):
