@@ -289,13 +289,14 @@ class EvaluationOptions(Section):
     every: int = 25
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     num_problems: int = 128
-    """Problems of the held-out split, one completion each; 0 never evaluates. At accuracy .5 the standard error of 128
-    is .044."""
+    """Problems of the held-out split, one completion each, the whole split when it has fewer; 0 never evaluates. At
+    accuracy .5 the standard error of 128 is .044."""
     temperature: float = 1.0
     """1.0 measures the policy that is trained, 0 its greedy answer."""
 
     def _check(self) -> None:
         self._at_least(0, "every", "num_problems")
+        self._require(self.num_problems <= 100_000, "num_problems", "at most 100000 (a standard error of .0016)")
         self._require(0 <= self.temperature < math.inf, "temperature", "a finite number, at least 0")
 
 

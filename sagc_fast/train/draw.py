@@ -52,15 +52,18 @@ class PromptSource:
         count: int,
         end: int | None = None,
         passes_over: Callable[[int], bool] = lambda problem_id: False,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Draw:
         """``count`` usable problems of ``split`` from ``position`` on (fewer when ``end`` comes first), without those
-        whose id ``passes_over`` says yes to; it must not say so for ever.
+        whose id ``passes_over`` says yes to; it must not say so for ever. ``go_on`` is called at each; what it raises
+        ends the draw.
 
         Raises DatasetError when too many in a row are unusable.
         """
         result = Draw(next_position=position)
         num_unusable = 0
         while len(result.problems) < count and (end is None or result.next_position < end):
+            go_on()
             problem = self._task.problem(split, result.next_position)
             if passes_over(problem.problem_id):
                 result.num_passed_over += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sagc_fast.config import EvaluationOptions
@@ -14,13 +15,17 @@ from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.tasks.scoring import ScoringPool
 from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.draw import PromptSource
-from sagc_fast.train.sampling import Progress, score_while_sampling
+from sagc_fast.train.sampling import Progress, ScoredGroup, score_while_sampling
 from sagc_fast.types import SamplingParams
 
 NOISE_SEED = 0
 """The same for every run, so that runs with different seeds are measured alike."""
 FIRST_PROMPT_ID = 2**40
 """Held-out prompts have ids from here on, apart from those of training draws."""
+
+
+class _StopAskedError(Exception):
+    """Ends an evaluation in its middle."""
 
 
 @ranged("evaluation")
@@ -34,31 +39,28 @@ def evaluate(
     step: int,
     progress: Progress | None = None,
     processes: Processes = ALONE,
-) -> dict[str, Any]:
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
     """The line of metrics.jsonl for an evaluation after ``step`` steps: one completion per held-out problem.
 
     ``accuracy_stderr`` is the binomial standard error, sqrt(p (1 - p) / n). A split of ``size`` problems smaller than
     ``num_problems`` is taken whole. Raises DatasetError when no prompt of the split fits the model.
+
+    None when ``is_stopping`` has said yes meanwhile in any of the processes. The engine then knows of no completion of
+    this evaluation, so that one that repeats it, after a restart, finds what this one found.
     """
     started = time.perf_counter()
-    end = options.num_problems if size is None else min(size, options.num_problems)
-    drawn = source.draw("heldout", 0, end, end=end)
-    num_problems = len(drawn.problems)
-    if num_problems == 0:
-        raise DatasetError(
-            f"None of the first {end} held-out prompts fits the model; set evaluation.num_problems to 0."
-        )
-    share = drawn.part(processes.share(num_problems))
-    part = score_while_sampling(
-        engine,
-        pool,
-        share,
-        [FIRST_PROMPT_ID + p for p in share.positions],
-        1,
-        SamplingParams(temperature=options.temperature, max_new_tokens=max_new_tokens, seed=NOISE_SEED),
-        progress,
-    )
-    scored = processes.dealt(processes.gather(part.groups))
+    history = engine.lengths.state()
+    try:
+        groups = _share_of_groups(engine, source, size, pool, options, max_new_tokens, progress, processes, is_stopping)
+    except _StopAskedError:
+        groups = None
+    shares = processes.gather(groups)
+    if None in shares:
+        engine.lengths.restore(history)
+        return None
+    scored = processes.dealt(shares)
+    num_problems = len(scored)
     accuracy = statistics.fmean(g.outcomes[0] for g in scored)
     completions = [g.group.completions[0] for g in scored]
     return {
@@ -75,3 +77,40 @@ def evaluate(
         "num_reward_errors": sum(g.scores[0].error is not None for g in scored),
         "eval_seconds": time.perf_counter() - started,
     }
+
+
+def _share_of_groups(
+    engine: RolloutEngine,
+    source: PromptSource,
+    size: int | None,
+    pool: ScoringPool,
+    options: EvaluationOptions,
+    max_new_tokens: int,
+    progress: Progress | None,
+    processes: Processes,
+    is_stopping: Callable[[], bool],
+) -> list[ScoredGroup]:
+    """This process's share of the held-out problems, answered and scored. Raises _StopAskedError."""
+
+    def go_on() -> None:
+        if is_stopping():
+            raise _StopAskedError
+
+    end = options.num_problems if size is None else min(size, options.num_problems)
+    drawn = source.draw("heldout", 0, end, end=end, go_on=go_on)
+    num_problems = len(drawn.problems)
+    if num_problems == 0:
+        raise DatasetError(
+            f"None of the first {end} held-out prompts fits the model; set evaluation.num_problems to 0."
+        )
+    share = drawn.part(processes.share(num_problems))
+    return score_while_sampling(
+        engine,
+        pool,
+        share,
+        [FIRST_PROMPT_ID + p for p in share.positions],
+        1,
+        SamplingParams(temperature=options.temperature, max_new_tokens=max_new_tokens, seed=NOISE_SEED),
+        progress,
+        go_on=go_on,
+    ).groups

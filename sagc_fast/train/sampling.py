@@ -117,9 +117,11 @@ def score_while_sampling(
     params: SamplingParams,
     progress: Progress | None = None,
     prepare: Callable[[Group], PackedGroup | None] = lambda group: None,
+    go_on: Callable[[], None] = lambda: None,
 ) -> Round:
     """Sample a group per problem, of one size or of each its own. As soon as it is complete it goes to the scoring
-    workers and is laid out by ``prepare``, while the engine goes on with the others.
+    workers and is laid out by ``prepare``, while the engine goes on with the others. ``go_on`` is called at each group,
+    and again before its scores are waited for; what it raises ends the round.
 
     Raises DivergenceError when the policy's logits are not finite.
     """
@@ -130,6 +132,7 @@ def score_while_sampling(
 
     def on_group(group: Group) -> None:
         nonlocal pack_seconds
+        go_on()
         texts = [c.text or "" for c in group.completions]
         tickets[group.prompt_index] = pool.submit_many(problems[group.prompt_index], texts)
         started = time.perf_counter()
@@ -142,7 +145,10 @@ def score_while_sampling(
     with _remedy_named(engine):
         groups = engine.generate(drawn.token_ids, group_size, own_params, prompt_ids=prompt_ids, on_group=on_group)
     ended = time.perf_counter()
-    scored = [ScoredGroup(g, problems[i], pool.results(tickets[i]), packed[i]) for i, g in enumerate(groups)]
+    scored = []
+    for i, group in enumerate(groups):
+        go_on()
+        scored.append(ScoredGroup(group, problems[i], pool.results(tickets[i]), packed[i]))
     return Round(scored, ended, pack_seconds, time.perf_counter() - ended)
 
 

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C: the first asks the loop to stop after the current step, a later one ends the process at once.
+"""SIGTERM and Ctrl-C: the first asks the loop to stop after the current step, or an evaluation to stop where it is; a
+later one ends the process at once.
 
 One request may arrive twice: `timeout` signals its child and then the child's whole group, a terminal and a launcher
 may both pass Ctrl-C on. What comes within a second of the first is the same request.

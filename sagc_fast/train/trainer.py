@@ -170,8 +170,7 @@ class Trainer:
 
     def _evaluate_if_due(self) -> None:
         options = self.config.evaluation
-        is_due = options.num_problems > 0 and self._is_due(options.every, first=0)
-        if not is_due or self.state.evaluated_step == self.state.step or self._is_stopping():
+        if not self._is_evaluation_due() or self._is_stopping():
             return
         record = evaluate(
             self.engine,
@@ -183,17 +182,27 @@ class Trainer:
             self.state.step,
             self._show("evaluation"),
             self.processes,
+            lambda: self.stop.is_set,
         )
+        if record is None:  # stopped in its middle: the run that resumes here repeats it
+            return
         if self.processes.is_first:
             self.metrics.write("metrics.jsonl", record)
             self.metrics.show(record, "heldout")
             self.display.evaluation(record)
         state, accuracy = self.state, record["accuracy"]
         state.evaluated_step, state.last_accuracy = state.step, accuracy
+        if self._saved_step == state.step:  # the checkpoint was made when a signal cut the evaluation off
+            self._saved_step = None
         if state.step == 0:
             state.first_accuracy = accuracy
         if state.best_accuracy is None or accuracy > state.best_accuracy:
             state.best_step, state.best_accuracy = state.step, accuracy
+
+    def _is_evaluation_due(self) -> bool:
+        options = self.config.evaluation
+        is_due = options.num_problems > 0 and self._is_due(options.every, first=0)
+        return is_due and self.state.evaluated_step != self.state.step
 
     def _checkpoint_if_due(self) -> None:
         is_new_best = self.config.checkpoint.keep_best and self.state.best_step == self.state.step
@@ -246,7 +255,7 @@ class Trainer:
             "time_seconds": self.state.time_seconds,
             "accuracy_before": self.state.first_accuracy,
             "accuracy_after": self.state.last_accuracy,
-            "is_interrupted": self.state.step < self.config.steps,
+            "is_interrupted": self.state.step < self.config.steps or self._is_evaluation_due(),
             "resume_command": f"{program} train --resume --run-dir {shlex.quote(run_dir)}",
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pkgutil
 import shutil
 import signal
 import warnings
@@ -305,6 +306,46 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tiny, tmp_path, 
     assert "after the current step" in (tmp_path / "stopped" / "log.txt").read_text()
     Trainer(config, resume=True).fit()
     assert_same_run(straight, tmp_path / "stopped", step=4)
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(tiny, tmp_path, step, straight):
+    config = tiny(run_dir=tmp_path / "stopped")
+    trainer = Trainer(config)
+
+    def progress(phase, done, total):
+        if phase == "evaluation" and done == 2 and trainer.state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.display.progress = progress
+    summary = trainer.fit()
+    assert summary["is_interrupted"]
+    assert summary["steps"] == step
+    assert (tmp_path / "stopped" / "checkpoints" / f"step-{step:06d}").is_dir()
+    assert step not in [e["step"] for e in events(config.run_dir, "eval")]
+    assert not Trainer(config, resume=True).fit()["is_interrupted"]
+    assert_same_run(straight, tmp_path / "stopped", step=4)
+    states = [
+        json.loads((run / "checkpoints/step-000004/state.json").read_text()) for run in (straight, tmp_path / "stopped")
+    ]
+    assert states[0]["evaluated_step"] == states[1]["evaluated_step"] == 4
+    assert states[0]["last_accuracy"] == states[1]["last_accuracy"]
+
+
+def test_a_signal_ends_the_draw_of_held_out_problems_and_the_wait_for_their_scores(tiny, monkeypatch):
+    for is_asked_after in ("sagc_fast.train.draw.tokenize_prompt", "sagc_fast.train.trainer.ScoringPool.results"):
+        trainer = Trainer(tiny(run_dir=f"{tiny().run_dir}-{is_asked_after}"))
+        original = pkgutil.resolve_name(is_asked_after)
+
+        def asked(*args, original=original, trainer=trainer):
+            assert not trainer.stop.is_set
+            trainer.stop.is_set = True
+            return original(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(is_asked_after, asked)
+            assert trainer.fit()["steps"] == 0
+        assert events(trainer.config.run_dir, "eval") == []
 
 
 def test_the_best_checkpoint_stays(tiny):
