@@ -102,6 +102,6 @@ def _ours(model: str, seed: int) -> list[Cell]:
 
 
 def _through_trl(model: str, seed: int) -> list[Cell]:
-    """One seed of everything but the large policy's DAPO, the other seeds with GRPO."""
-    algorithms = ALGORITHMS if model != "addition_large" and seed == 0 else ALGORITHMS[:1]
+    """One seed of everything, the other seeds with GRPO."""
+    algorithms = ALGORITHMS if seed == 0 else ALGORITHMS[:1]
     return [Cell(model, algorithm, controller, seed, TRL) for algorithm in algorithms for controller in FIXED]
