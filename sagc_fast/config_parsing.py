@@ -251,7 +251,8 @@ def _coerce_scalar(value: Any, hint: type, path: str) -> Any:
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    raise ConfigError(f"{path} is {value!r}; it must be {words[hint]}.")
+    shown = "empty" if value is None else repr(value)
+    raise ConfigError(f"{path} is {shown}; it must be {words[hint]}.")
 
 
 def _either(names: Sequence[Any]) -> str:

@@ -68,7 +68,9 @@ def load_config(args: argparse.Namespace):
     stored = Path(args.run_dir) / "config.yaml"
     if not stored.is_file():
         raise ConfigError(f"{stored} does not exist, so there is no run to resume; give --config FILE to start one.")
-    return TrainConfig.from_yaml(stored, overrides)
+    from sagc_fast.train.run_directory import read_stored
+
+    return read_stored(stored).with_overrides(overrides)
 
 
 def print_fields() -> int:

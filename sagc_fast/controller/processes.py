@@ -208,12 +208,16 @@ def read_trace(path: str | Path) -> Trace:
             continue
         try:
             record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"a {type(record).__name__} is no object")
+            cap = float(record.get("max_new_tokens") or math.inf)
             groups = tuple(tuple(_checked_length(length) for length in group) for group in record["lengths"] if group)
         except (ValueError, TypeError, KeyError) as error:
+            problem = {KeyError: "no lengths", TypeError: "its values are of the wrong kind"}.get(type(error), error)
             raise DatasetError(
-                f'{path}, line {number}, is not a step of a trace ({error!r}); wanted {{"lengths": [[12, 30], ...]}}.'
+                f'{path}, line {number}, is not a step of a trace ({problem}); wanted {{"lengths": [[12, 30], ...]}}.'
             ) from error
-        caps.append(float(record.get("max_new_tokens") or math.inf))
+        caps.append(cap)
         if groups:
             steps.append(groups)
     if not steps:

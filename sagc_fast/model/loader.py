@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,7 +50,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 def load_config(folder: str | Path) -> ModelConfig:
     """The configuration of a model folder; end-of-sequence ids of ``generation_config.json`` are added to its own."""
-    folder = Path(folder)
+    folder = model_path(folder)
     config = ModelConfig.from_hf_dict(_read_json(folder / "config.json"))
     if (folder / "generation_config.json").exists():
         more = as_token_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))
@@ -66,7 +67,7 @@ def load_model(folder: str | Path, dtype: str = "fp32", device: str | torch.devi
     its base with the adapter merged in. Raises BackendError for a device that is not there.
     """
     _check_device(device)
-    folder, torch_dtype = Path(folder), parse_dtype(dtype)
+    folder, torch_dtype = model_path(folder), parse_dtype(dtype)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         from sagc_fast.model.lora import load_adapted
 
@@ -130,7 +131,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     that the model's vocabulary lacks."""
     from transformers import AutoTokenizer
 
-    folder = Path(folder)
+    folder = model_path(folder)
+    if not folder.exists():
+        raise _not_there(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelLoadError(
             f"Model folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer files "
@@ -164,9 +167,20 @@ def random_model(config: ModelConfig, seed: int = 0, dtype: str = "fp32") -> Tra
     return model
 
 
+def model_path(folder: str | os.PathLike[str]) -> Path:
+    """The path of a model folder. Raises ModelLoadError for what is none, such as None or an empty text."""
+    if not isinstance(folder, (str, os.PathLike)) or not str(folder):
+        raise ModelLoadError(f"The model folder is {folder!r:.80}; give the path of a Hugging Face folder.")
+    return Path(folder)
+
+
+def _not_there(folder: Path) -> ModelLoadError:
+    return ModelLoadError(f"Model folder {folder} is not there; check the path or fetch the model first.")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
-        raise ModelLoadError(f"Model folder {path.parent} is not there; check the path or fetch the model first.")
+        raise _not_there(path.parent)
     if not path.exists():
         raise ModelLoadError(
             f"Model folder {path.parent} has no {path.name}; it must be a Hugging Face folder with config.json, "

@@ -32,6 +32,7 @@ from sagc_fast.errors import CheckpointError, ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from sagc_fast.model.transformer import Transformer
+    from sagc_fast.model.weights import WeightSlot
 
 CONFIG_NAME, WEIGHTS_NAME, BASE_NAME = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
@@ -154,17 +155,14 @@ class Adapters:
 
     def __init__(self, model: Transformer, folder: Path, spec: LoraSpec) -> None:
         from sagc_fast.model.loader import open_weights
-        from sagc_fast.model.weights import weight_slots
 
         self.spec, self.folder = spec, Path(folder)
         self._files = contextlib.ExitStack()
         self._parts: list[tuple[LowRank, torch.Tensor, Any]] = []  # adapter, its rows of the model, its file
         tensors = open_weights(self.folder, self._files)
-        for slot in weight_slots(model.config):
-            module, _, kind = slot.name.rpartition(".")
-            if kind == "weight" and module.rpartition(".")[2] in spec.target_modules:
-                part = LowRank(module, slot.start, slot.shape, spec.rank, model.device)
-                self._parts.append((part, slot.view(model), tensors[slot.name][0]))
+        for slot in _adapted_slots(model, spec):
+            part = LowRank(slot.name.removesuffix(".weight"), slot.start, slot.shape, spec.rank, model.device)
+            self._parts.append((part, slot.view(model), tensors[slot.name][0]))
         self._paths = sorted({path for _, path in tensors.values()})
         self._fingerprint: dict[str, str] | None = None
 
@@ -258,7 +256,8 @@ class Adapters:
 def attach(model: Transformer, folder: str | Path, spec: LoraSpec, seed: int = 0) -> Adapters:
     """Give ``model``, whose weights lie in ``folder``, fresh adapters and freeze everything else.
 
-    ``seed`` fixes A. Raises ConfigError for an unknown target, and for lm_head where it is tied to the embedding.
+    ``seed`` fixes A. Raises ConfigError for an unknown target, for lm_head where it is tied to the embedding, and for a
+    rank above the smallest dimension of the adapted matrices.
     """
     if unknown := [name for name in spec.target_modules if name not in TARGETS]:
         raise ConfigError(f"lora.target_modules names {unknown[0]!r}; it must be some of {', '.join(TARGETS)}.")
@@ -266,6 +265,12 @@ def attach(model: Transformer, folder: str | Path, spec: LoraSpec, seed: int = 0
         raise ConfigError(
             "lora.target_modules names lm_head, which this model ties to its embedding: merged, it would change the "
             "input as well; leave it out."
+        )
+    smallest = min(_adapted_slots(model, spec), key=lambda slot: min(slot.shape))
+    if spec.rank > min(smallest.shape):
+        raise ConfigError(
+            f"lora.rank is {spec.rank}; it must be at most {min(smallest.shape)}, as {smallest.name} is of "
+            f"{smallest.shape[0]} x {smallest.shape[1]} and a product of larger factors has no higher rank."
         )
     adapters = Adapters(model, Path(folder), spec)
     model.requires_grad_(False)
@@ -285,6 +290,14 @@ def attach(model: Transformer, folder: str | Path, spec: LoraSpec, seed: int = 0
             layer.lora[name] = linear
     model.adapters = adapters
     return adapters
+
+
+def _adapted_slots(model: Transformer, spec: LoraSpec) -> list[WeightSlot]:
+    """The matrices that ``spec`` adapts, in the order of the model."""
+    from sagc_fast.model.weights import weight_slots
+
+    endings = tuple(f".{name}.weight" for name in spec.target_modules)
+    return [slot for slot in weight_slots(model.config) if f".{slot.name}".endswith(endings)]
 
 
 def load_adapted(folder: str | Path, dtype: str, device: str | torch.device) -> Transformer:

@@ -25,7 +25,7 @@ from sagc_fast.rollout.rows import RowTable, Slots
 from sagc_fast.rollout.scheduler import Scheduler
 from sagc_fast.rollout.sequence import PromptGroup, Sequence
 from sagc_fast.rollout.speculation import Speculation, Speculator, num_accepted
-from sagc_fast.rollout.stats import StatsRecorder
+from sagc_fast.rollout.stats import GroupFigures, StatsRecorder
 from sagc_fast.rollout.stop import Detokenizer, EndTable, StopMatcher, cut_at_stop
 from sagc_fast.types import Completion, Group, RolloutStats
 
@@ -102,6 +102,7 @@ class Call:
         self._kv_bytes = kv.num_bytes
         self._recorder = StatsRecorder(settings.capacity_rows)
         self._groups: dict[int, Group] = {}
+        self._figures: dict[int, GroupFigures] = {}
 
     def run(self, on_group: OnGroup | None) -> list[Group]:
         """All groups, in prompt order."""
@@ -114,7 +115,7 @@ class Call:
     def stats(self, total_seconds: float) -> RolloutStats:
         params = (s.params for group in self._sequence_groups for s in group.sequences)
         stats = self._recorder.result(
-            [self._groups[index] for index in range(len(self._sequence_groups))],
+            [self._figures[index] for index in range(len(self._sequence_groups))],
             total_seconds,
             num_preemptions=self._scheduler.num_preemptions,
             kv_blocks_total=self._blocks.num_blocks,
@@ -253,6 +254,7 @@ class Call:
             policy_version=self._settings.policy_version,
         )
         self._groups[group.prompt_index] = record
+        self._figures[group.prompt_index] = GroupFigures.of(record)
         self._history.record(group.token_ids, record.lengths)
         group.drafts = None
         if self._speculation.recall is not None:

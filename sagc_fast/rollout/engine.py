@@ -124,10 +124,11 @@ class RolloutEngine:
 
         Raises ModelLoadError for a folder that cannot be read, BackendError for a device that is not there.
         """
-        from sagc_fast.model.loader import TOKENIZER_FILES, load_model, load_tokenizer
+        from sagc_fast.model.loader import TOKENIZER_FILES, load_model, load_tokenizer, model_path
 
+        folder = model_path(folder)
         model = load_model(folder, dtype=dtype, device=device)
-        has_tokenizer = any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+        has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
         tokenizer = load_tokenizer(folder) if has_tokenizer else None
         return cls(model, tokenizer, kv_budget_gb=kv_budget_gb, threads=threads, **settings)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,8 @@ def _prompt_ids(prompt_ids: Sequence[int] | None, num_prompts: int) -> list[int]
 def _params(params: ParamsArgument, sizes: list[int]) -> list[tuple[SamplingParams, ...]]:
     if isinstance(params, SamplingParams):
         return [(params,) * size for size in sizes]
+    if isinstance(params, Mapping):
+        raise PromptError(f"params is the dict {params!r:.80}; pass SamplingParams(**params), or a list of them.")
     expanded = []
     for index, (entry, size) in enumerate(
         zip(_as_list(params, len(sizes), "params", "one SamplingParams"), sizes, strict=True)

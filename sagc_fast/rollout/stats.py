@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sagc_fast.rollout.step_cost import StepCost
 from sagc_fast.types import Group, RolloutStats
 
 TAIL_SHARE = 0.25
 """A step is in the tail when at most this share of the capacity samples (ours)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """What the statistics need of a group, kept apart from the record that its owner may change."""
+
+    num_prompt_tokens: int
+    lengths: tuple[int, ...]
+    num_truncated: int
+
+    @classmethod
+    def of(cls, group: Group) -> GroupFigures:
+        num_truncated = sum(c.is_truncated for c in group.completions)
+        return cls(len(group.prompt_token_ids), tuple(group.lengths), num_truncated)
 
 
 class StatsRecorder:
@@ -63,7 +78,7 @@ class StatsRecorder:
 
     def result(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[GroupFigures],
         total_seconds: float,
         num_preemptions: int,
         kv_blocks_total: int,
@@ -74,12 +89,12 @@ class StatsRecorder:
         lengths = [group.lengths for group in groups]
         ratios = [straggler_ratio(group) for group in lengths]
         flat = [length for group in lengths for length in group]
-        num_truncated = sum(c.is_truncated for group in groups for c in group.completions)
+        num_truncated = sum(group.num_truncated for group in groups)
         model_seconds = self.prefill_seconds + self.decode_seconds
         return RolloutStats(
             num_prompts=len(groups),
             num_completions=len(flat),
-            num_prompt_tokens=sum(len(group.prompt_token_ids) for group in groups),
+            num_prompt_tokens=sum(group.num_prompt_tokens for group in groups),
             num_prefill_tokens=self.num_prefill_tokens,
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_output_tokens=sum(flat),

@@ -8,7 +8,7 @@ its scorer (:class:`ScorerSpec`), and :class:`sagc_fast.tasks.scoring.ScoringPoo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -120,7 +120,8 @@ def make_task(config: Mapping[str, Any], *, seed: int = 0) -> Task:
     spec = _reward_spec(reward, reward_kwargs)
     module_name, class_name, config_name = _TASKS[_ALIASES.get(name, name)]
     module = import_module(module_name)
-    task = getattr(module, class_name)(config_from_mapping(getattr(module, config_name), options, "task"), seed=seed)
+    task_config = config_from_mapping(getattr(module, config_name), options, "task", also=("reward", "reward_kwargs"))
+    task = getattr(module, class_name)(task_config, seed=seed)
     return task if spec is None else TaskWithReward(task, spec)
 
 
@@ -150,13 +151,16 @@ class TaskWithReward:
         return self.task.size(split)
 
 
-def config_from_mapping(config_class: type[ConfigT], options: Mapping[str, Any], where: str) -> ConfigT:
+def config_from_mapping(
+    config_class: type[ConfigT], options: Mapping[str, Any], where: str, also: Sequence[str] = ()
+) -> ConfigT:
     """Fill the dataclass ``config_class`` from ``options`` (lists become tuples); an unknown key is a ConfigError that
-    names the nearest valid one. Ranges are the record's own business (``__post_init__``)."""
+    names the nearest valid one, those of ``also`` included, which the caller sees to. Ranges are the record's own
+    business (``__post_init__``)."""
     known = [f.name for f in fields(config_class)]  # type: ignore[arg-type]
     for key in options:
         if key not in known:
-            raise ConfigError(f"{where}.{key} is not an option here; it must be {_alternatives(key, known)}.")
+            raise ConfigError(f"{where}.{key} is not an option here; it must be {_alternatives(key, [*known, *also])}.")
     for f in fields(config_class):  # type: ignore[arg-type]
         if f.default is MISSING and f.default_factory is MISSING and f.name not in options:
             raise ConfigError(f"{where}.{f.name} is missing; give it in the configuration.")

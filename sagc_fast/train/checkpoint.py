@@ -66,11 +66,7 @@ class CheckpointStore:
         """
         target = self.folder / f"step-{step:06d}"
         aside = self.folder / f".writing-{target.name}"
-        steps = [s for s in self.steps() if s != step]
-        consequence = "There is no earlier one; --resume starts anew."
-        if steps:
-            consequence = f"Checkpoint step-{max(steps):06d} is intact; --resume continues from it."
-        with writing(f"Checkpoint {target}", consequence):
+        with writing(f"Checkpoint {target}", lambda: self.what_remains(step)):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(aside, ignore_errors=True)
@@ -111,6 +107,13 @@ class CheckpointStore:
                 "or restore one from a backup."
             )
         return None
+
+    def what_remains(self, failed_step: int | None = None) -> str:
+        """What a run that cannot write can be continued from, as a sentence."""
+        steps = [step for step in self.steps() if step != failed_step]
+        if steps:
+            return f"Checkpoint step-{max(steps):06d} is intact; --resume continues from it."
+        return "There is no checkpoint yet; --resume starts anew."
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending, verified or not."""

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,21 @@ _REASONS = {
     errno.EFBIG: "it would be larger than the limit on file sizes; raise it (ulimit -f)",
     errno.EROFS: "the file system is read-only; choose another run_dir",
     errno.EACCES: "the folder is not writable; change its permissions or choose another run_dir",
+    errno.ENOTDIR: "a part of its path is a file and no directory; choose another run_dir",
     errno.EPERM: "the folder is not writable; change its permissions or choose another run_dir",
 }
 
 
 @contextlib.contextmanager
-def writing(what: str, consequence: str = "") -> Iterator[None]:
+def writing(what: str, consequence: str | Callable[[], str] = "") -> Iterator[None]:
     """Turns whatever goes wrong on the disk into a CheckpointError: ``what`` cannot be written, why, what remains."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{what} cannot be written: {_reason(error)}.{consequence and ' ' + consequence}"
-        ) from error
+        remains = consequence if isinstance(consequence, str) else consequence()
+        raise CheckpointError(f"{what} cannot be written: {_reason(error)}.{remains and ' ' + remains}") from error
 
 
 def _reason(error: Exception) -> str:

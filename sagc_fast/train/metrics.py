@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,10 +31,17 @@ class MetricsWriter:
         folder: the run directory.
         offsets: bytes of each file that stay (from :meth:`sync`); a file that is not named starts empty.
         boards: where else the numbers are shown; closed with the files.
+        what_remains: tells, when a file cannot be written, what the run can be continued from.
     """
 
-    def __init__(self, folder: Path, offsets: Mapping[str, int], boards: Sequence[Board] = ()) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        offsets: Mapping[str, int],
+        boards: Sequence[Board] = (),
+        what_remains: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._folder, self._what_remains = folder, what_remains
         self._files = {}
         with writing(f"The metrics in {folder}"):
             for name in FILES:
@@ -44,7 +51,7 @@ class MetricsWriter:
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Append ``record`` to the file ``name``; NaN and infinities become null. Raises CheckpointError on a full
         disk."""
-        with writing(str(self._folder / name), "--resume continues from the newest checkpoint."):
+        with writing(str(self._folder / name), self._what_remains):
             self._files[name].write((json_text(_finite(record)) + "\n").encode("utf-8"))
             self._files[name].flush()
 
@@ -57,7 +64,7 @@ class MetricsWriter:
 
     def sync(self) -> dict[str, int]:
         """Wait until everything is on the disk; the size of each file in bytes."""
-        with writing(f"The metrics in {self._folder}"):
+        with writing(f"The metrics in {self._folder}", self._what_remains):
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())

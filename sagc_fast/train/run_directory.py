@@ -71,9 +71,13 @@ class RunDirectory:
     @staticmethod
     def is_to_be_resumed(path: str | Path, resume: bool) -> bool:
         """True when ``path`` holds a run and ``resume`` is set. Raises CheckpointError when it holds anything and
-        ``resume`` is not set."""
+        ``resume`` is not set, and when it is a file."""
         path = Path(path)
-        if not resume and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(
+                f"The run directory {path} is a file and not a directory; choose another with --run-dir."
+            )
+        if not resume and path.exists() and any(path.iterdir()):
             raise CheckpointError(
                 f"The run directory {path} exists; continue it with --resume, or choose another with --run-dir."
             )
@@ -87,7 +91,7 @@ class RunDirectory:
 
     def _accept(self, config: TrainConfig, force: bool) -> list[str]:
         """Compare with the stored configuration; what to tell the user about it."""
-        stored = TrainConfig.from_yaml(self.path / "config.yaml")
+        stored = read_stored(self.path / "config.yaml")
         changed = {k: v for k, v in changed_fields(stored, config).items() if not k.startswith(FREE_TO_CHANGE)}
         if not changed:
             return []
@@ -136,6 +140,17 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def read_stored(path: Path) -> TrainConfig:
+    """The config.yaml of a run directory. Raises ConfigError naming the file, whatever is wrong with it."""
+    try:
+        return TrainConfig.from_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path} is damaged ({str(error).rstrip('.')}); put the configuration back that the run was started with, "
+            "or start a new run."
+        ) from None
 
 
 def _read_versions(path: Path) -> dict[str, Any] | None:

@@ -159,7 +159,7 @@ class Trainer:
         self.state.num_bad_in_row += 1
         path = Path(self.config.run_dir) / "nonfinite" / f"step-{self.state.step:06d}.json"
         if self.processes.is_first:
-            with writing(str(path)):
+            with writing(str(path), self.store.what_remains):
                 parts.dump_groups(path, self.state.step, [rollout.kept[i] for i in update.bad_groups])
         logger.warning("step %d: loss or gradient not finite, update skipped; see %s", self.state.step, path)
         if self.state.num_bad_in_row >= self.config.update.max_bad_steps:
@@ -285,7 +285,12 @@ class Trainer:
                 if not is_resumed:  # last, so that a mistake in the configuration leaves no folder behind
                     self._open_directory(stack)
                 self.metrics = stack.enter_context(
-                    MetricsWriter(Path(config.run_dir), self.state.files, open_boards(config, self.state.step))
+                    MetricsWriter(
+                        Path(config.run_dir),
+                        self.state.files,
+                        open_boards(config, self.state.step),
+                        self.store.what_remains,
+                    )
                 )
                 self._say_where_we_are(checkpoint)
             yield

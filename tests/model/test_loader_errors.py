@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sagc_fast.errors import ConfigError, ModelLoadError
 from sagc_fast.model.loader import load_config, load_model, load_tokenizer, random_model, save_model
+from sagc_fast.rollout.engine import RolloutEngine
 
 
 @pytest.fixture
@@ -44,6 +45,18 @@ def _error(folder: Path) -> str:
 
 def test_no_folder(tmp_path: Path) -> None:
     assert "is not there; check the path" in _error(tmp_path / "nowhere")
+
+
+def test_no_folder_has_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"nowhere is not there; check the path"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer, RolloutEngine.from_pretrained])
+@pytest.mark.parametrize("folder", [None, "", 3])
+def test_what_is_no_path(load: Callable, folder: object) -> None:
+    with pytest.raises(ModelLoadError, match=f"The model folder is {folder!r}; give the path"):
+        load(folder)
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:

@@ -224,6 +224,16 @@ def test_another_base_is_noticed(folder, tmp_path):
         adapted(tmp_path / "base")[1].load(tmp_path / "a")
 
 
+def test_a_rank_above_that_of_an_adapted_matrix_is_refused(folder):
+    model = load_model(folder)
+    smallest = min(min(part.lora_B.shape[0], part.lora_A.shape[1]) for part in attach(model, folder, SPEC).parts)
+    attach(load_model(folder), folder, replace(SPEC, rank=smallest))
+    with pytest.raises(
+        ConfigError, match=rf"lora.rank is 100000; it must be at most {smallest}, as .*_proj.weight is of"
+    ):
+        attach(load_model(folder), folder, replace(SPEC, rank=100_000))
+
+
 def test_a_tied_head_takes_no_adapter(tmp_path):
     save_model(random_model(model_config(tied=True)), tmp_path)
     with pytest.raises(ConfigError, match="names lm_head, which this model ties to its embedding"):

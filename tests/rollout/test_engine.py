@@ -145,6 +145,17 @@ def test_callback_gets_each_group_when_its_last_completion_ends(helpers):
     assert sorted(seen, key=lambda g: g.prompt_index) == groups
 
 
+def test_a_callback_may_change_its_group_and_the_figures_stay(helpers):
+    figures = []
+    for on_group in (None, lambda group: [group.prompt_token_ids.clear(), group.completions.clear()]):
+        engine = RolloutEngine(helpers.Model())
+        groups = engine.generate([[1], [2]], 4, on_group=on_group)
+        stats = engine.stats
+        figures.append((stats.num_prompt_tokens, stats.num_output_tokens, stats.straggler_ratio_mean, stats.max_length))
+    assert figures[0] == figures[1]
+    assert groups[0].completions == []
+
+
 @pytest.mark.parametrize("error", [ValueError("reward"), KeyboardInterrupt()])
 def test_what_a_callback_raises_comes_out_and_the_engine_lives_on(helpers, error):
     engine = RolloutEngine(helpers.Model())
@@ -269,6 +280,10 @@ def test_a_budget_below_one_sequence_is_refused_before_any_work(helpers, engine_
         ({"prompts": [[1], [2]], "params": [SamplingParams()]}, "params is a list of 1 for 2 prompts"),
         ({"prompts": [[1]], "params": [[SamplingParams()] * 3]}, r"params\[0\] holds 3 records for 8 completions"),
         ({"prompts": [[1]], "params": [{"seed": 1}]}, r"params\[0\] is \{'seed': 1\}"),
+        (
+            {"prompts": [[1]], "params": {"seed": 1}},
+            r"params is the dict \{'seed': 1\}; pass SamplingParams\(\*\*params",
+        ),
         ({"prompts": [[1]], "params": SamplingParams(stop=["x"])}, "Prompt 0 has stop strings .* no tokenizer"),
         ({"prompts": [[1]], "params": SamplingParams(stop_token_ids=[29])}, "Prompt 0 has stop token id 29"),
     ],

@@ -57,6 +57,13 @@ def test_reward_options_without_a_reward_are_refused(path):
         make_task({"name": "jsonl", "path": path, "reward": "a:b", "reward_kwargs": 3})
 
 
+def test_every_option_is_named_where_one_is_unknown():
+    with pytest.raises(ConfigError, match=r"task.foo is not an option here; .*max_digits.*, reward, reward_kwargs"):
+        make_task({"name": "addition", "foo": 1})
+    with pytest.raises(ConfigError, match="did you mean reward_kwargs"):
+        make_task({"name": "addition", "reward_kwarg": {}})
+
+
 def test_lists_of_a_configuration_become_tuples():
     @dataclass(frozen=True)
     class Options:

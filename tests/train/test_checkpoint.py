@@ -119,7 +119,7 @@ def test_a_first_checkpoint_that_fails_says_that_there_is_none(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
-    with pytest.raises(CheckpointError, match=r"the disk is full; .*There is no earlier one; --resume starts anew"):
+    with pytest.raises(CheckpointError, match=r"the disk is full; .*There is no checkpoint yet; --resume starts anew"):
         store.save(2, fail, {})
     assert store.latest() is None
 

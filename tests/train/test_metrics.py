@@ -9,6 +9,7 @@ import os
 import pytest
 
 from sagc_fast.errors import CheckpointError
+from sagc_fast.train.checkpoint import CheckpointStore
 from sagc_fast.train.metrics import FILES, MetricsWriter
 
 
@@ -86,6 +87,23 @@ def test_a_disk_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, co
     monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(CheckpointError, match=reason):
         MetricsWriter(tmp_path, {})
+
+
+def test_what_remains_is_said_as_it_is(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path / "checkpoints", 2)
+
+    def fail(*args):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    with MetricsWriter(tmp_path, {}, what_remains=store.what_remains) as writer:
+        monkeypatch.setattr(writer, "_files", {"metrics.jsonl": FailingFile(fail)})
+        with pytest.raises(
+            CheckpointError, match=r"raise it \(ulimit -f\)\. There is no checkpoint yet; --resume starts"
+        ):
+            writer.write("metrics.jsonl", {"step": 1})
+        (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+        with pytest.raises(CheckpointError, match="step-000004 is intact; --resume continues from it"):
+            writer.write("metrics.jsonl", {"step": 1})
 
 
 class FailingFile:

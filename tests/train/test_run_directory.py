@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,8 +47,26 @@ def test_an_empty_directory_may_be_used_and_a_foreign_one_not(tiny, tmp_path):
     (tmp_path / "other" / "thesis.tex").write_text("")
     with pytest.raises(CheckpointError, match="exists"):
         opened(tiny(run_dir=str(tmp_path / "other")))
-    with pytest.raises(CheckpointError, match="exists"):
-        opened(tiny(run_dir=str(tmp_path / "other" / "thesis.tex")))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_in_its_place_is_said(tiny, resume):
+    config = tiny()
+    Path(config.run_dir).write_text("")
+    with pytest.raises(CheckpointError, match="is a file and not a directory; choose another with --run-dir"):
+        RunDirectory(config, resume=resume)
+    with pytest.raises(CheckpointError, match="a part of its path is a file"):
+        RunDirectory(config.with_overrides([f"run_dir={config.run_dir}/below"]), resume=resume)
+
+
+@pytest.mark.parametrize("text", ["", "model:\n  path: x\ntask:\n  na", "steps: [", "model: {path: x}\ntask: {name: }"])
+def test_a_damaged_configuration_is_named(tiny, text):
+    config = tiny()
+    with RunDirectory(config):
+        pass
+    (Path(config.run_dir) / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run/config.yaml is damaged \(.*\); put the configuration back"):
+        RunDirectory(config, resume=True)
 
 
 def test_resuming_nothing_starts_anew(tiny):
