@@ -120,7 +120,7 @@ def machine() -> Rows:
         ("cores for this process", str(num_cores())),
         ("threads that torch uses", str(torch.get_num_threads())),
         ("memory", f"{total / 1e9:.1f} GB, {available / 1e9:.1f} GB of it available"),
-        ("C++ compiler", next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "none found")),
+        ("C++ compiler", find_compiler() or "none found"),
     ]
     rows += [(name, os.environ[name]) for name in THREAD_VARIABLES if name in os.environ]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -198,6 +198,11 @@ def check_single_torch() -> Check:
     return Check("warning", f"Several torch installations are in reach ({', '.join(folders)}); remove all but one.")
 
 
+def find_compiler() -> str | None:
+    """The C++ compiler that an installation would take."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
 def check_native() -> Check:
     from sagc_fast.ops.native_interface import REMEDY, StaleLibraryError
 
@@ -208,8 +213,12 @@ def check_native() -> Check:
     except ImportError:
         return Check(
             "warning",
-            "The native CPU operators are not built, so plain torch is used, which is several times slower; install a"
-            " C++ compiler and run pip install again.",
+            "The native CPU operators are not built, so plain torch is used, which is several times slower; "
+            + (
+                "torch was probably not there yet when this package was installed: run pip install again."
+                if find_compiler()
+                else "install a C++ compiler and run pip install again."
+            ),
         )
     except OSError as error:
         reason = str(error).splitlines()[0]

@@ -163,7 +163,7 @@ MISSING = {
     "cuda": "sagc_fast._cuda is not built, or there is no GPU of compute capability 8.0 or later for it",
 }
 REMEDY = {
-    "native": "reinstall with a C++ compiler on the machine",
+    "native": "run pip install again where torch is installed already and a C++ compiler is on the machine",
     "triton": "install triton 3.6 or later (its CPU interpreter runs where TRITON_INTERPRET=1 is set)",
     "flash": "pip install flash-attn, which needs a CUDA compiler",
     "cuda": "reinstall with nvcc and a CUDA build of torch on the machine",

@@ -43,7 +43,7 @@ def bucket_of(num_rows: int) -> int:
 def describe_use() -> str:
     """Whether an engine on this machine's GPU would use graphs, and why not."""
     if not torch.cuda.is_available():
-        return "not used: there is no GPU that this torch can use (the CPU runs bursts in native code)"
+        return "not used: there is no GPU that this torch can use"
     if resolve("paged_attention", "cuda", torch.bfloat16) != "triton":
         return "not used: the Triton kernels are not to be had, and plain torch waits for the device at every step"
     return "used for decode steps; graphs='off' (rollout.graphs of a run) switches them off"

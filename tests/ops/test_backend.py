@@ -82,7 +82,7 @@ def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forced_native_that_is_not_built_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, None)
-    with pytest.raises(BackendError, match="not built; reinstall with a C\\+\\+ compiler"):
+    with pytest.raises(BackendError, match="not built; run pip install again"):
         ops.set_backend("native")
     monkeypatch.setenv("SAGC_BACKEND", "native")
     with pytest.raises(BackendError, match="environment variable"):
