@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; ``argv`` excludes the program's name and defaults to sys.argv."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: spinning threads starve neighbours
     parser = build_parser(find_commands())
-    args = parser.parse_args(argv)
+    args = _parsed(parser, argv)
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -42,6 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `sagc-fast ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes the key=value pairs of a command from one place alone; users write them before and behind options."""
+    args, others = parser.parse_known_args(argv)
+    if hasattr(args, "overrides") and not any(other.startswith("-") for other in others):
+        args.overrides += others
+    elif others:
+        getattr(args, "command_parser", parser).error(f"unrecognized arguments: {' '.join(others)}")
+    return args
 
 
 def find_commands() -> dict[str, ModuleType]:
@@ -68,5 +78,5 @@ def build_parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, command_parser=sub)
     return parser

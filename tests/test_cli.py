@@ -84,6 +84,18 @@ def test_train_reports_a_misspelt_override(tmp_path, capsys):
     assert "did you mean rollout.temperature" in capsys.readouterr().err
 
 
+def test_options_and_key_value_pairs_may_come_in_any_order(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("sagc_fast.commands.train.run", lambda args: seen.append(args))
+    assert cli.main(["train", "--config", "a.yaml", "steps=3", "--run-dir", "there", "seed=4", "threads=1"]) == 0
+    assert (seen[0].overrides, seen[0].run_dir) == (["steps=3", "seed=4", "threads=1"], "there")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "steps=3", "--rundir", "there", "seed=4"])
+    said = capsys.readouterr().err
+    assert "usage: sagc-fast train" in said
+    assert "unrecognized arguments: --rundir" in said
+
+
 def test_train_lists_its_fields(capsys):
     assert cli.main(["train", "--fields"]) == 0
     out = capsys.readouterr().out

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = "profile another command: phases, operators, a trace; through Nsight where it is installed"
 EPILOG = """examples:
-  sagc-fast profile -- train --config configs/addition.yaml steps=6
+  sagc-fast profile -- train --config configs/addition.yaml --run-dir runs/profiled steps=6
   sagc-fast profile --tool nsys --out prof -- train --config configs/smollm2_chain_sum.yaml model.device=cuda steps=6
   sagc-fast profile --tool ncu --print -- generate --model DIR --device cuda --prompt "2+3=" --n 16
   sagc-fast profile -- generate --model addition --prompt "17+25=" --n 16

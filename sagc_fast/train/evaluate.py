@@ -100,9 +100,8 @@ def _share_of_groups(
     drawn = source.draw("heldout", 0, end, end=end, go_on=go_on)
     num_problems = len(drawn.problems)
     if num_problems == 0:
-        raise DatasetError(
-            f"None of the first {end} held-out prompts fits the model; set evaluation.num_problems to 0."
-        )
+        why = f"None of the first {end} held-out prompts fits the model" if end else "The task holds no problem out"
+        raise DatasetError(f"{why}; give it others or set evaluation.num_problems to 0.")
     share = drawn.part(processes.share(num_problems))
     return score_while_sampling(
         engine,

@@ -31,6 +31,7 @@ FREE_TO_CHANGE = ("steps", "run_dir", "checkpoint.", "metrics.", "reward.workers
 NOTED = ("threads",)
 """Fields that a resumed run may change, with a note, as it may change machines: gradients have been the same to the bit
 with one thread and with two, but no library of matrix products promises it."""
+MADE_AT_START = ("config.yaml", "versions.json", "log.txt", ".lock", "tensorboard")
 PACKAGES = ("torch", "transformers", "numpy", "numba", "safetensors")
 
 
@@ -57,7 +58,8 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
         try:
-            notes = self._accept(config, force) if (self.path / "config.yaml").is_file() else []
+            is_resumed = _has_begun(self.path) and (self.path / "config.yaml").is_file()
+            notes = self._accept(config, force) if is_resumed else []
             with writing(f"The run directory {self.path}"):
                 write_atomically(self.path / "config.yaml", config.to_yaml())
                 self._log = _log_file(self.path / "log.txt")
@@ -71,13 +73,15 @@ class RunDirectory:
     @staticmethod
     def is_to_be_resumed(path: str | Path, resume: bool) -> bool:
         """True when ``path`` holds a run and ``resume`` is set. Raises CheckpointError when it holds anything and
-        ``resume`` is not set, and when it is a file."""
+        ``resume`` is not set, and when it is a file. What a start that failed has left behind is nothing."""
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise CheckpointError(
                 f"The run directory {path} is a file and not a directory; choose another with --run-dir."
             )
-        if not resume and path.exists() and any(path.iterdir()):
+        if not _has_begun(path):
+            return False
+        if not resume:
             raise CheckpointError(
                 f"The run directory {path} exists; continue it with --resume, or choose another with --run-dir."
             )
@@ -140,6 +144,16 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a folder holds more than a start that failed leaves behind: a record, a checkpoint, anything not ours."""
+    if not path.is_dir():
+        return False
+    if not (path / "config.yaml").is_file():
+        return any(path.iterdir())
+    others = (entry for entry in path.iterdir() if entry.name not in MADE_AT_START)
+    return any(entry.is_dir() or entry.stat().st_size > 0 for entry in others)
 
 
 def read_stored(path: Path) -> TrainConfig:

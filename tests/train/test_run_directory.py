@@ -17,8 +17,9 @@ from sagc_fast.train.run_directory import RunDirectory
 
 
 def opened(config: TrainConfig, **kwargs) -> None:
-    with RunDirectory(config, **kwargs):
-        pass
+    """Open, leave a record as a run does, close."""
+    with RunDirectory(config, **kwargs) as directory:
+        (directory.path / "metrics.jsonl").write_text("{}\n")
 
 
 def test_it_describes_itself(tiny):
@@ -62,8 +63,7 @@ def test_a_file_in_its_place_is_said(tiny, resume):
 @pytest.mark.parametrize("text", ["", "model:\n  path: x\ntask:\n  na", "steps: [", "model: {path: x}\ntask: {name: }"])
 def test_a_damaged_configuration_is_named(tiny, text):
     config = tiny()
-    with RunDirectory(config):
-        pass
+    opened(config)
     (Path(config.run_dir) / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"run/config.yaml is damaged \(.*\); put the configuration back"):
         RunDirectory(config, resume=True)
@@ -71,6 +71,20 @@ def test_a_damaged_configuration_is_named(tiny, text):
 
 def test_resuming_nothing_starts_anew(tiny):
     opened(tiny(), resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_that_failed_leaves_nothing_in_the_way(tiny, resume):
+    """Its remedy is another configuration, in the same place."""
+    with RunDirectory(tiny()) as directory:
+        (directory.path / "metrics.jsonl").touch()
+        (directory.path / "tensorboard").mkdir()
+    opened(tiny(seed=9), resume=resume)
+    assert TrainConfig.from_yaml(directory.path / "config.yaml").seed == 9
+    (directory.path / "metrics.jsonl").unlink()
+    (directory.path / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises((CheckpointError, ConfigError), match="exists|differs"):
+        opened(tiny(seed=8), resume=resume)
 
 
 def test_another_number_of_threads_is_said_and_not_refused(tiny, caplog):
