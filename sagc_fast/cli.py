@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes the key=value pairs of a command from one place alone; users write them before and behind options."""
+    """argparse takes a command's key=value pairs from one place alone; users write them before and behind options."""
     args, others = parser.parse_known_args(argv)
     if hasattr(args, "overrides") and not any(other.startswith("-") for other in others):
         args.overrides += others

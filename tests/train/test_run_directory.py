@@ -83,7 +83,7 @@ def test_a_start_that_failed_leaves_nothing_in_the_way(tiny, resume):
     assert TrainConfig.from_yaml(directory.path / "config.yaml").seed == 9
     (directory.path / "metrics.jsonl").unlink()
     (directory.path / "checkpoints" / "step-000001").mkdir(parents=True)
-    with pytest.raises((CheckpointError, ConfigError), match="exists|differs"):
+    with pytest.raises((CheckpointError, ConfigError), match=r"exists|differs"):
         opened(tiny(seed=8), resume=resume)
 
 
