@@ -165,6 +165,7 @@ def read_figures(out: Path) -> dict[str, Any]:
             "reward_seconds": whole.phase_seconds["reward"],
             "update_seconds": whole.phase_seconds["update"],
             "train_seconds": whole.seconds,
+            "train_cpu_seconds": whole.cpu_seconds,
             "accuracy_before": first.value if first else None,
             "accuracy_after": last.value if last else None,
             "accuracy_stderr": last.stderr if last else None,
@@ -194,6 +195,7 @@ ROWS = (
     Row("seconds: reward wait", "reward_seconds", "{:.1f}"),
     Row("seconds: update", "update_seconds", "{:.1f}", has_ratio=True),
     Row("seconds: training", "train_seconds", "{:.1f}", has_ratio=True),
+    Row("  CPU seconds of it", "train_cpu_seconds", "{:.1f}", has_ratio=True),
     Row("held-out accuracy before", "accuracy_before", "{:.3f}"),
     Row("held-out accuracy after", "accuracy_after", "{:.3f}"),
     Row("  standard error", "accuracy_stderr", "{:.3f}"),
@@ -209,7 +211,9 @@ def make_table(figures: dict[str, Any]) -> Table:
     runs = figures["runs"]
     table = Table(
         title=f"Addition, {runs[RUNS[0].folder]['steps']} steps, the same prompts for every run",
-        caption="Smaller groups sample fewer completions: weigh SAGC against both fixed sizes.",
+        caption="Smaller groups sample fewer completions: weigh SAGC against both fixed sizes. On a machine with other"
+        " work compare CPU seconds.",
+        caption_justify="left",
     )
     table.add_column("")
     for demo in RUNS:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sagc_fast.report.data import RunData
-from sagc_fast.report.summary import Accuracy, RunSummary, steps, summarize, time_ratio, warnings
+from sagc_fast.report.summary import Accuracy, RunSummary, is_by_neighbours, steps, summarize, time_ratio, warnings
 from sagc_fast.report.text import compact, duration, escape, percent
 from sagc_fast.report.timeline import tag
 
@@ -20,7 +20,10 @@ def tiles(runs: Sequence[RunData], pairs: Sequence[tuple[int, int]]) -> str:
     ours, theirs = summarize(runs[other], n), summarize(runs[base], n)
     shown = []
     there = f"in {runs[base].tag}"
-    if ratio := time_ratio(ours, theirs):
+    if is_by_neighbours(ours, theirs):
+        note = f"{theirs.cpu_seconds:.1f} → {ours.cpu_seconds:.1f} s; the machine was busy"
+        shown.append((f"{theirs.cpu_seconds / ours.cpu_seconds:.2f}×", "the speed in CPU seconds", note))
+    elif ratio := time_ratio(ours, theirs):
         note = f"{duration(theirs.seconds)} → {duration(ours.seconds)}"
         shown.append((f"{ratio:.2f}×", "the speed at equal steps", note))
     if ours.straggler_rate is not None and theirs.straggler_rate is not None:

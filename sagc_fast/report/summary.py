@@ -20,6 +20,8 @@ MANY_CLIPPED = 0.1
 """From this share of cut completions on, max/median says little (ours)."""
 BUSY = 0.2
 """Share of its time off the CPU from which on a run's seconds are those of its neighbours (ours)."""
+OFF = 0.1
+"""Difference between two runs' ratios of seconds and of CPU seconds that is no noise (ours)."""
 PHASES = ("rollout", "reward", "update", "checkpoint", "other")
 PHASE_NAMES = {
     "rollout": "rollout",
@@ -51,6 +53,8 @@ class RunSummary:
     run: RunData
     num_steps: int
     seconds: float | None
+    cpu_seconds: float | None
+    """Of the training process."""
     phase_seconds: dict[str, float]
     output_tokens: float | None
     tokens_per_second: float | None
@@ -102,6 +106,7 @@ def summarize(run: RunData, num_steps: int | None = None) -> RunSummary:
         run=run,
         num_steps=n,
         seconds=total("step_seconds"),
+        cpu_seconds=total("cpu_seconds"),
         phase_seconds=_phases(total),
         output_tokens=tokens,
         tokens_per_second=tokens / rollout if tokens and rollout else None,
@@ -232,10 +237,27 @@ def time_ratio(ours: RunSummary, theirs: RunSummary) -> float | None:
     return theirs.seconds / ours.seconds if ours.seconds and theirs.seconds else None
 
 
+def is_by_neighbours(ours: RunSummary, theirs: RunSummary) -> bool:
+    """Whether the ratio of two runs' times is that of how busy the machine was: off the ratio of their CPU seconds by
+    more than a tenth, and the process of one of them waited for a CPU."""
+    ratio = time_ratio(ours, theirs)
+    if ratio is None or not ours.cpu_seconds or not theirs.cpu_seconds:
+        return False
+    is_busy = any((_waiting_share(whole.run) or 0) > BUSY for whole in (ours, theirs))
+    return is_busy and abs(math.log(ratio * ours.cpu_seconds / theirs.cpu_seconds)) > OFF
+
+
 def _time_sentence(ours: RunSummary, theirs: RunSummary, name: str, other: str) -> str:
     ratio = time_ratio(ours, theirs)
     if ratio is None:
         return ""
+    if is_by_neighbours(ours, theirs):
+        more = theirs.cpu_seconds / ours.cpu_seconds
+        return (
+            f"{other} took {more:.2f} times the CPU seconds of {name} for {steps(ours.num_steps)} of training"
+            f" ({theirs.cpu_seconds:.1f} against {ours.cpu_seconds:.1f}); the clock says otherwise"
+            f" ({duration(theirs.seconds)} against {duration(ours.seconds)}) because other work kept the machine busy."
+        )
     times = f"({duration(ours.seconds)} against {duration(theirs.seconds)} of training)"
     if abs(math.log(ratio)) < TIE:
         return f"{name} and {other} took the same time for {steps(ours.num_steps)} {times}."
@@ -246,6 +268,8 @@ def _time_sentence(ours: RunSummary, theirs: RunSummary, name: str, other: str) 
 
 def _reason_sentence(ours: RunSummary, theirs: RunSummary, name: str) -> str:
     ratio = time_ratio(ours, theirs)
+    if is_by_neighbours(ours, theirs):
+        ratio = theirs.cpu_seconds / ours.cpu_seconds
     if ratio is None or not ours.output_tokens or not theirs.output_tokens:
         return ""
     tokens = theirs.output_tokens / ours.output_tokens

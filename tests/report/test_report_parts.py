@@ -47,6 +47,17 @@ def _plain(sentences: list[str]) -> str:
     return " ".join(sentences).replace("<b>", "").replace("</b>", "").replace("\N{NO-BREAK SPACE}", " ")
 
 
+def test_a_clock_that_measured_the_neighbours_is_not_believed(tmp_path):
+    """The clock says that sagc was slower; it waited for a CPU half of its time, and its process worked less."""
+    sagc = _write(tmp_path / "sagc", "sagc", [8, 8], [100, 100], [1, 1], [], cpu_seconds=3.0)
+    fixed = _write(tmp_path / "fixed", "fixed", [6, 6], [400, 400], [4, 3], [], cpu_seconds=4.5)
+    runs = load_runs([sagc, fixed])
+    said = _plain(comparison_sentences(runs[0], runs[1]))
+    assert "fixed took 1.50 times the CPU seconds of sagc for 2 steps of training (9.0 against 6.0)" in said
+    assert "times as long" not in said
+    assert "the time per token one of 0.38" in said
+
+
 def test_comparison_states_time_tokens_stragglers_and_accuracy(tmp_path):
     sagc = _write(tmp_path / "sagc", "sagc", [2, 2], [100, 100], [1, 1], [(0.5, 0.02), (0.9, 0.02)])
     fixed = _write(tmp_path / "fixed", "fixed", [5, 5], [400, 400], [4, 3], [(0.5, 0.02), (0.8, 0.02)])
