@@ -1,8 +1,10 @@
 """What a run writes while it trains: metrics.jsonl, lengths.jsonl, timeline.jsonl; and what it shows on its boards.
 
 Each file is append-only, one JSON object per line. A checkpoint stores the files' sizes; a resumed run cuts them back
-to those sizes, so that the lines of steps that are done again do not stand twice. A file that was damaged in the
-meantime is cut back to whole lines, so that new ones do not stick to a torn one.
+to those sizes, so that the lines of steps that are done again do not stand twice. Sizes alone do not tell after a file
+lost lines: it has grown again since, and the size that an older checkpoint knows then holds later steps. So every line
+says its step, and what lies behind the checkpoint goes. A file that was damaged in the meantime is cut back to whole
+lines, so that new ones do not stick to a torn one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sagc_fast.train.boards import Board, Boards
-from sagc_fast.train.files import json_text, writing
+from sagc_fast.train.files import json_text, write_atomically, writing
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class MetricsWriter:
     Args:
         folder: the run directory.
         offsets: bytes of each file that stay (from :meth:`sync`); a file that is not named starts empty.
+        is_done: whether a record belongs to what the run has behind it; others among these bytes are left out.
         boards: where else the numbers are shown; closed with the files.
         what_remains: tells, when a file cannot be written, what the run can be continued from.
     """
@@ -38,6 +41,7 @@ class MetricsWriter:
         self,
         folder: Path,
         offsets: Mapping[str, int],
+        is_done: Callable[[Mapping[str, Any]], bool] = lambda record: True,
         boards: Sequence[Board] = (),
         what_remains: Callable[[], str] = lambda: "",
     ) -> None:
@@ -45,7 +49,7 @@ class MetricsWriter:
         self._files = {}
         with writing(f"The metrics in {folder}"):
             for name in FILES:
-                self._files[name] = _open_at(folder / name, offsets.get(name, 0))
+                self._files[name] = _open_at(folder / name, offsets.get(name, 0), is_done)
         self._boards = Boards(boards)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
@@ -85,8 +89,9 @@ class MetricsWriter:
         self._boards.close()
 
 
-def _open_at(path: Path, size: int) -> BinaryIO:
-    """Open ``path`` to append behind its first ``size`` bytes; lines among them that are not legible are left out."""
+def _open_at(path: Path, size: int, is_done: Callable[[Mapping[str, Any]], bool]) -> BinaryIO:
+    """Open ``path`` to append behind its first ``size`` bytes; lines among them that are not legible are left out, and
+    so are those of steps that will be done again."""
     present = path.stat().st_size if path.exists() else 0
     if present < size:
         logger.warning("%s has %d bytes where the checkpoint knows %d; some lines are missing", path, present, size)
@@ -94,6 +99,7 @@ def _open_at(path: Path, size: int) -> BinaryIO:
         with open(path, "r+b") as file:
             file.truncate(min(present, size))
         _mend(path)
+        _leave_out_what_comes_again(path, is_done)
     return open(path, "ab")
 
 
@@ -101,7 +107,7 @@ def _mend(path: Path) -> None:
     """Leave whole, legible lines alone in ``path``: a torn last line is cut off; a file with other damage is kept under
     another name."""
     lines = path.read_bytes().splitlines(keepends=True)
-    legible = [line for line in lines if _is_legible(line)]
+    legible = [line for line in lines if _record(line) is not None]
     if len(legible) == len(lines):
         return
     num_bytes = sum(map(len, legible))
@@ -118,11 +124,21 @@ def _mend(path: Path) -> None:
     )  # fmt: skip
 
 
-def _is_legible(line: bytes) -> bool:
+def _leave_out_what_comes_again(path: Path, is_done: Callable[[Mapping[str, Any]], bool]) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if is_done(_record(line))]
+    if len(kept) < len(lines):
+        write_atomically(path, b"".join(kept).decode("utf-8"))
+        logger.warning("%s: %d lines of steps that are done again were left out", path, len(lines) - len(kept))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a whole line holds; None for anything but a record."""
     try:
-        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        record = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
-        return False
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _free_name(path: Path) -> Path:

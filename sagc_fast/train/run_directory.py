@@ -21,6 +21,7 @@ from typing import Any
 
 import sagc_fast
 from sagc_fast.config import TrainConfig, changed_fields
+from sagc_fast.config_parsing import leaves, read_yaml
 from sagc_fast.errors import CheckpointError, ConfigError
 from sagc_fast.train.files import json_text, write_atomically, writing
 
@@ -32,6 +33,9 @@ NOTED = ("threads",)
 """Fields that a resumed run may change, with a note, as it may change machines: gradients have been the same to the bit
 with one thread and with two, but no library of matrix products promises it."""
 MADE_AT_START = ("config.yaml", "versions.json", "log.txt", ".lock", "tensorboard")
+END = "...\n"
+"""YAML's own mark of a document's end. Every field has a default or a line, so a file cut at the end of a line reads as
+a configuration too: another one."""
 PACKAGES = ("torch", "transformers", "numpy", "numba", "safetensors")
 
 
@@ -61,7 +65,7 @@ class RunDirectory:
             is_resumed = _has_begun(self.path) and (self.path / "config.yaml").is_file()
             notes = self._accept(config, force) if is_resumed else []
             with writing(f"The run directory {self.path}"):
-                write_atomically(self.path / "config.yaml", config.to_yaml())
+                write_atomically(self.path / "config.yaml", config.to_yaml() + END)
                 self._log = _log_file(self.path / "log.txt")
                 self._write_versions(config)
         except BaseException:
@@ -159,12 +163,25 @@ def _has_begun(path: Path) -> bool:
 def read_stored(path: Path) -> TrainConfig:
     """The config.yaml of a run directory. Raises ConfigError naming the file, whatever is wrong with it."""
     try:
-        return TrainConfig.from_yaml(path)
+        config = TrainConfig.from_yaml(path)
+        _check_whole(path, config)
+        return config
     except ConfigError as error:
         raise ConfigError(
             f"{path} is damaged ({str(error).rstrip('.')}); put the configuration back that the run was started with, "
             "or start a new run."
         ) from None
+
+
+def _check_whole(path: Path, config: TrainConfig) -> None:
+    """Raises ConfigError for a file without its last line that lacks options. (With it, options that are missing are
+    those of another version.)"""
+    if path.read_text(encoding="utf-8").endswith(END):
+        return
+    stored = {name for name, _ in leaves(read_yaml(path))}
+    missing = [name for name, _ in leaves(config.to_dict()) if name not in stored]
+    if missing:
+        raise ConfigError(f"it ends early: {missing[0]} and what follows are missing")
 
 
 def _read_versions(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -38,6 +39,12 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def is_done(self, record: Mapping[str, Any]) -> bool:
+        """Whether a line of the run's files tells of a step, or of an evaluation, that is not to be done again."""
+        reached = self.evaluated_step if record.get("event") == "eval" else self.step
+        step = record.get("step")
+        return not isinstance(step, int) or step <= reached
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:

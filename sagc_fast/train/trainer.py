@@ -288,6 +288,7 @@ class Trainer:
                     MetricsWriter(
                         Path(config.run_dir),
                         self.state.files,
+                        self.state.is_done,
                         open_boards(config, self.state.step),
                         self.store.what_remains,
                     )

@@ -11,6 +11,7 @@ import pytest
 from sagc_fast.errors import CheckpointError
 from sagc_fast.train.checkpoint import CheckpointStore
 from sagc_fast.train.metrics import FILES, MetricsWriter
+from sagc_fast.train.state import TrainState
 
 
 def lines(path):
@@ -42,6 +43,24 @@ def test_a_file_shorter_than_the_checkpoint_knows_is_said(tmp_path, caplog):
     with MetricsWriter(tmp_path, {"metrics.jsonl": 100}):
         pass
     assert "some lines are missing" in caplog.text
+
+
+def test_what_an_older_checkpoint_has_not_seen_is_left_out_of_a_file_that_had_lost_lines(tmp_path, caplog):
+    """Sizes alone kept later steps: a file that lost lines and grew again is as long at a later step."""
+    path = tmp_path / "metrics.jsonl"
+    state = TrainState(step=3, evaluated_step=2)
+    with MetricsWriter(tmp_path, {}) as writer:
+        for step in (1, 2, 3):
+            writer.write("metrics.jsonl", {"step": step})
+        state.files = writer.sync()
+    path.write_text('{"step": 1}\n')
+    with MetricsWriter(tmp_path, {"metrics.jsonl": 1000}) as writer:
+        writer.write("metrics.jsonl", {"event": "eval", "step": 3})
+        writer.write("metrics.jsonl", {"step": 4})
+    with MetricsWriter(tmp_path, {"metrics.jsonl": 1000}, state.is_done) as writer:
+        writer.write("metrics.jsonl", {"step": 4, "again": True})
+    assert lines(path) == [{"step": 1}, {"step": 4, "again": True}]
+    assert "2 lines of steps that are done again were left out" in caplog.text
 
 
 def test_a_torn_last_line_is_cut_off_before_the_next_one(tmp_path, caplog):

@@ -13,7 +13,7 @@ import pytest
 
 from sagc_fast.config import TrainConfig
 from sagc_fast.errors import CheckpointError, ConfigError
-from sagc_fast.train.run_directory import RunDirectory
+from sagc_fast.train.run_directory import RunDirectory, read_stored
 
 
 def opened(config: TrainConfig, **kwargs) -> None:
@@ -67,6 +67,25 @@ def test_a_damaged_configuration_is_named(tiny, text):
     (Path(config.run_dir) / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"run/config.yaml is damaged \(.*\); put the configuration back"):
         RunDirectory(config, resume=True)
+
+
+def test_a_configuration_cut_at_the_end_of_a_line_is_not_another_configuration(tiny):
+    """It reads, with defaults where lines are gone; the last line says that it is whole."""
+    config = tiny()
+    opened(config)
+    path = Path(config.run_dir) / "config.yaml"
+    lines = path.read_text().splitlines(keepends=True)
+    for count in range(1, len(lines) - 1):
+        path.write_text("".join(lines[:count]))
+        with pytest.raises(ConfigError, match=r"config.yaml is damaged"):
+            read_stored(path)
+    path.write_text("".join(lines[:-2]))
+    with pytest.raises(ConfigError, match=r"it ends early: (\S+) and what follows are missing\); put"):
+        read_stored(path)
+    path.write_text("".join(lines[:-1]))  # the mark alone is gone
+    assert read_stored(path) == config
+    path.write_text("".join(lines[:-2] + lines[-1:]))  # another version's, without the last option
+    read_stored(path)
 
 
 def test_resuming_nothing_starts_anew(tiny):

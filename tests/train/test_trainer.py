@@ -284,6 +284,19 @@ def test_a_damaged_newest_checkpoint_costs_steps_and_not_bits(tiny, tmp_path, ca
     assert_same_run(straight, tmp_path / "damaged", step=4)
 
 
+def test_a_fallback_after_a_file_lost_lines_writes_no_step_twice(tiny, tmp_path, straight):
+    shutil.copytree(straight, tmp_path / "short")
+    lines = (tmp_path / "short" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "short" / "metrics.jsonl").write_text(lines[0])
+    Trainer(tiny(steps=6, run_dir=tmp_path / "short"), resume=True).fit()
+    for step in (6, 5):
+        for checkpoint in (tmp_path / "short" / "checkpoints").glob(f"step-{step:06d}"):
+            os.truncate(checkpoint / "optimizer.safetensors", 200)
+    Trainer(tiny(steps=6, run_dir=tmp_path / "short"), resume=True).fit()
+    steps = [r["step"] for r in events(tmp_path / "short", "step")]
+    assert steps == [5, 6]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tiny, tmp_path, number, straight):
     config = tiny(run_dir=tmp_path / "stopped")
