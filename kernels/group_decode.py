@@ -117,11 +117,14 @@ def group_decode(
     num_kv_heads, page = k_cache.shape[1:3]
     num_sequences, group, width = len(shared_lens_S), num_heads // num_kv_heads, block_of(head_dim, 32)
     block_m = _block_rows(group)
+    # Exact fp32 products run without tensor cores and keep their operands in registers.
+    is_fp32 = q_THD.dtype == torch.float32
+    block_n = 16 if is_fp32 else 32 if width > 128 else 64
     if num_sequences:
         group_decode_kernel[(num_sequences, num_kv_heads, num_splits)](
             q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu_query_S1, shared_lens_S, run_starts_S, block_tables_SB,
             num_sequences, scale * LOG2E, *q_THD.stride()[:2], k_cache.stride(0), k_cache.stride(1),
             *part_SHPD.stride()[:2], *lse_SHP.stride()[:2], block_tables_SB.stride(0),
             GROUP=group, TILE=siblings_per_tile(group), PAGE=page, D=head_dim, BLOCK_D=width, BLOCK_M=block_m,
-            BLOCK_N=32 if width > 128 else 64, num_warps=4 if block_m == 64 else 8, num_stages=2,
+            BLOCK_N=block_n, num_warps=8 if is_fp32 or block_m > 64 else 4, num_stages=1 if is_fp32 else 2,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from sagc_fast.kernels._launch import INTERPRETED
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,16 @@ WIDTHS = {
 }
 
 
-def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, page: int = 16) -> None:
-    """Launch every kernel once as a model of this shape does, on small made-up inputs.
+def launch_all(
+    shape: Shape, dtype: torch.dtype, device: torch.device | str, page: int = 16, groups: int = 1, blocks: int = 1
+) -> None:
+    """Launch every kernel once as a model of this shape does, on made-up inputs.
 
     Under :func:`recording`, with the meta device, that yields what to compile; on a GPU it compiles and tunes.
+    Attention sees ``groups`` prompts of ``blocks`` x 128 tokens, each with one completion as long: see :func:`tune`.
     """
     from sagc_fast.kernels.advance_rows import advance_rows
+    from sagc_fast.kernels.decode_plan import decode_plan
     from sagc_fast.kernels.group_decode import group_decode
     from sagc_fast.kernels.merge_splits import merge_splits
     from sagc_fast.kernels.paged_decode import paged_decode
@@ -61,7 +66,8 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
     from sagc_fast.kernels.varlen_forward import varlen_forward
 
     heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    num_tokens, num_rows = 256, 8
+    length, num_rows = 128 * blocks, 8
+    num_tokens = 2 * groups * length
 
     def zeros(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=of, device=device)
@@ -71,31 +77,46 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
 
     qkv = zeros(num_tokens, heads + 2 * kv_heads, width)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    # A prompt of 128 tokens with a completion of 128; its keys' gradients come in two slots.
-    tiles, own = integers([[0, 128, 0, 0], [128, 256, 0, 128]]), integers([0] * 128 + [128] * 128)
-    items = integers(
-        [[128, 256, 128, 256, 0, 0, -1, 0], [0, 128, 0, 128, 128, 192, 0, 0], [0, 128, 0, 0, 192, 256, 1, 0]]
-    )
+    # Prompts with a completion each; the gradients of a prompt's keys come in two slots.
+    tiles, own, items, sums = [], [], [], []
+    for start in range(0, num_tokens, 2 * length):
+        middle, end = start + length, start + 2 * length
+        own += [start] * length + [middle] * length
+        for low in range(start, middle, 128):
+            tiles += [[low, low + 128, start, start], [low + length, low + length + 128, start, middle]]
+            slot = 2 * len(sums)
+            sums.append([low, low + 128, slot, 2])
+            items += [
+                [low + length, low + length + 128, low + length, end, 0, 0, -1, 0],
+                [low, low + 128, low, middle, middle, middle + length // 2, slot, 0],
+                [low, low + 128, 0, 0, middle + length // 2, end, slot + 1, 0],
+            ]
+    num_slots, tiles, own, items, sums = 2 * len(sums), *map(integers, (tiles, own, items, sums))
     q = q.contiguous()
     out, lse = varlen_forward(q, k, v, tiles, own, 0.1)
     _, delta = varlen_backward_q(q, k, v, out, out, lse, tiles, own, 0.1)
-    grad_k, grad_v, slots = varlen_backward_kv(q, k, v, out, lse, delta, items, 2, own, 0.1)
-    reduce_kv(slots, grad_k, grad_v, integers([[0, 128, 0, 2]]))
+    grad_k, grad_v, slots = varlen_backward_kv(q, k, v, out, lse, delta, items, num_slots, own, 0.1)
+    reduce_kv(slots, grad_k, grad_v, sums)
 
-    # Two siblings that decode over a shared block, and a prefill chunk.
+    # Two siblings that decode over a shared block, and prefill chunks.
     caches = [zeros(16, kv_heads, page, width) for _ in "kv"]
     table, places = zeros(num_rows, width // 2, of=torch.float32), zeros(num_rows, of=torch.int64)
     rope_cache(qkv[:num_rows, :heads], k[:num_rows], v[:num_rows], table, table, places, *caches, places)
-    cu, context, blocks = integers([0, 1, 2, 34]), integers([20, 20, 32]), integers([[0, 1], [0, 2], [3, 4]])
-    shared, runs = integers([page, page, 0]), integers([0, 0, 2])
-    paged_prefill(q, *caches, out, cu, context, blocks, 32, 0.1, min_queries=2)
-    part, part_lse = zeros(3, heads, 4, width, of=torch.float32), zeros(3, heads, 4, of=torch.float32)
-    group_decode(q, *caches, part, part_lse, cu, shared, runs, blocks, 2, 0.1)
-    paged_decode(q, *caches, part, part_lse, cu, context, shared, blocks, 2, 2, 0.1)
+    chunk = 32 if blocks == 1 else length
+    cu = integers([0, 1, *range(2, 2 + groups * chunk + 1, chunk)])
+    context = integers([20, 20, *[chunk] * groups])
+    tables = integers([[0 if column == 0 else (row + column) % 16 for column in range(max(2, chunk // page))]
+                       for row in range(2 + groups)])  # fmt: skip
+    siblings, shared_blocks = integers([0, 0, *[-1] * groups]), integers([1, 1, *[0] * groups])
+    shared, runs = decode_plan(cu, siblings, shared_blocks, page)
+    paged_prefill(q, *caches, out, cu, context, tables, chunk, 0.1, min_queries=2)
+    part, part_lse = zeros(2 + groups, heads, 4, width, of=torch.float32), zeros(2 + groups, heads, 4, of=torch.float32)
+    group_decode(q, *caches, part, part_lse, cu, shared, runs, tables, 2, 0.1)
+    paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 2, 0.1)
     merge_splits(part, part_lse, out, cu, shared, 2)
 
-    angles = zeros(num_tokens, width // 2, of=torch.float32)
-    rotary_merge(*rotary_split(qkv.flatten(1), angles, angles, heads, kv_heads), angles, angles)
+    angles = zeros(num_rows, width // 2, of=torch.float32)
+    rotary_merge(*rotary_split(qkv[:num_rows].flatten(1), angles, angles, heads, kv_heads), angles, angles)
 
     x, weight = zeros(num_rows, shape.hidden_size), zeros(shape.hidden_size)
     for residual in (None, x):
@@ -126,3 +147,11 @@ def launch_all(shape: Shape, dtype: torch.dtype, device: torch.device | str, pag
     kl = {"kl_beta": 0.01, "kl_estimator": 3, "rollout_is": 1, "is_cap": 2.0}
     policy_loss(logp, logp, ones, row_keys[0], ones, None, entropy, None, None, **grpo)
     policy_loss(logp, logp, ones, row_keys[0], ones, None, entropy, logp, logp, **grpo, **kl)
+
+
+def tune(shape: Shape, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Compile every kernel on a GPU and let each choose its configuration at a size that fills the device, long
+    segments included: by a few blocks the smallest tiles would always win. Triton keeps both on disk. In the
+    interpreter, which chooses nothing, every kernel runs once."""
+    size = 1 if INTERPRETED else 8
+    launch_all(shape, dtype, device, groups=size, blocks=size)

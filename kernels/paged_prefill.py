@@ -101,7 +101,19 @@ CONFIGS = {
     256: [_config(64, 32, 8, 2)],
 }
 """By padded head width; the first of each is what interpreter and ahead-of-time compilation use."""
-_tuned = {width: autotuned(configs, ["GROUP", "D"])(paged_prefill_kernel) for width, configs in CONFIGS.items()}
+FP32_CONFIGS = {
+    32: _config(32, 32, 4, 1),
+    64: _config(32, 32, 4, 1),
+    128: _config(32, 32, 8, 1),
+    256: _config(16, 32, 8, 1),
+}
+"""The same for fp32, whose exact products run without tensor cores: larger tiles keep their operands in registers,
+spill by the thousand, or exceed shared memory."""
+_tuned = {
+    (width, is_fp32): autotuned([FP32_CONFIGS[width]] if is_fp32 else configs, ["GROUP", "D"])(paged_prefill_kernel)
+    for width, configs in CONFIGS.items()
+    for is_fp32 in (False, True)
+}
 
 
 def paged_prefill(
@@ -132,7 +144,7 @@ def paged_prefill(
         return (triton.cdiv(max_query_len, meta["BLOCK_M"]), num_sequences, num_heads)
 
     if num_sequences and max_query_len:
-        _tuned[width][grid](
+        _tuned[width, q_THD.dtype == torch.float32][grid](
             q_THD, k_cache, v_cache, out_THD, cu_query_S1, context_lens_S, block_tables_SB, scale * LOG2E,
             *q_THD.stride()[:2], k_cache.stride(0), k_cache.stride(1), *out_THD.stride()[:2], block_tables_SB.stride(0),
             min_queries,

@@ -102,7 +102,21 @@ CONFIGS = {
     256: [_config(32, 32, 8, 1)],
 }
 """By padded head width; the first of each is what interpreter and ahead-of-time compilation use."""
-_tuned = {width: autotuned(configs, ["GROUP", "D"])(varlen_backward_kv_kernel) for width, configs in CONFIGS.items()}
+FP32_CONFIGS = {
+    32: _config(32, 32, 4, 1),
+    64: _config(32, 32, 4, 1),
+    128: _config(32, 32, 8, 1),
+    256: _config(16, 32, 8, 1),
+}
+"""The same for fp32, whose exact products run without tensor cores: larger tiles keep their operands in registers,
+spill by the thousand, or exceed shared memory."""
+_tuned = {
+    (width, is_fp32): autotuned([FP32_CONFIGS[width]] if is_fp32 else configs, ["GROUP", "D"])(
+        varlen_backward_kv_kernel
+    )
+    for width, configs in CONFIGS.items()
+    for is_fp32 in (False, True)
+}
 
 
 def varlen_backward_kv(
@@ -137,7 +151,7 @@ def varlen_backward_kv(
         return (len(items) * (TILE_KEYS // meta["BLOCK_N"]), num_kv_heads)
 
     if len(items):
-        _tuned[width][grid](
+        _tuned[width, q_THD.dtype == torch.float32][grid](
             q_THD, k_TKD, v_TKD, grad_THD, lse_HT, delta_HT, grad_k_TKD, grad_v_TKD, slots, items, own_start_T, scale,
             scale * LOG2E, *q_THD.stride()[:2], *k_TKD.stride()[:2], *v_TKD.stride()[:2], *grad_THD.stride()[:2],
             lse_HT.stride(0), grad_k_TKD.stride(0),

@@ -122,7 +122,19 @@ CONFIGS = {
     256: [_config(64, 32, 8, 2), _config(64, 64, 8, 2)],
 }
 """By padded head width; the first of each is what interpreter and ahead-of-time compilation use."""
-_tuned = {width: autotuned(configs, ["GROUP", "D"])(varlen_forward_kernel) for width, configs in CONFIGS.items()}
+FP32_CONFIGS = {
+    32: _config(32, 32, 4, 1),
+    64: _config(32, 32, 4, 1),
+    128: _config(32, 32, 8, 1),
+    256: _config(16, 32, 8, 1),
+}
+"""The same for fp32, whose exact products run without tensor cores: larger tiles keep their operands in registers,
+spill by the thousand, or exceed shared memory."""
+_tuned = {
+    (width, is_fp32): autotuned([FP32_CONFIGS[width]] if is_fp32 else configs, ["GROUP", "D"])(varlen_forward_kernel)
+    for width, configs in CONFIGS.items()
+    for is_fp32 in (False, True)
+}
 
 
 def varlen_forward(
@@ -150,7 +162,7 @@ def varlen_forward(
         return (len(tiles) * (TILE_ROWS // meta["BLOCK_M"]), num_heads)
 
     if len(tiles):
-        _tuned[width][grid](
+        _tuned[width, q_THD.dtype == torch.float32][grid](
             q_THD, k_TKD, v_TKD, out_THD, lse_HT, tiles, own_start_T, scale * LOG2E,
             *q_THD.stride()[:2], *k_TKD.stride()[:2], *v_TKD.stride()[:2], *out_THD.stride()[:2], lse_HT.stride(0),
             GROUP=num_heads // k_TKD.shape[1], D=head_dim, BLOCK_D=width, TILE=TILE_ROWS,

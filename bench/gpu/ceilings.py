@@ -1,4 +1,5 @@
-"""What the device can do at best: bytes per second of a read, bf16 matrix products, and a launch."""
+"""What the device can do at best: bytes per second of a read, bf16 matrix products, and a launch; then, on the device
+that is idle now, the kernels choose their configurations."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import json
 
 import torch
 
-from gpu.device import DEVICE, DTYPE, REHEARSAL, kernel_seconds
+from gpu.device import DEVICE, DTYPE, REHEARSAL, free_memory, kernel_seconds
 from gpu.report import out_folder, part, row
+from gpu.warm import tune
 
 READ_BYTES = 2**20 if REHEARSAL else 4 * 2**30
 SIZES = (64,) if REHEARSAL else (4096, 8192, 16384)
@@ -36,18 +38,21 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    with part() as outcome, outcome.section("ceilings"):
-        found = measure()
-        (out_folder() / "ceilings.json").write_text(json.dumps(found))
-        for name, value in found.items():
-            if name.startswith("read, "):
-                row(name, value / 1e9, "GB/s")
-            elif name.startswith("product"):
-                row(name, value / 1e12, "TFLOP/s")
-        row("read ceiling", found["read_bytes"] / 1e9, "GB/s")
-        row("matrix ceiling", found["matrix_flops"] / 1e12, "TFLOP/s")
-        x = torch.zeros(1, device=DEVICE)
-        row("an empty launch", 1e6 * kernel_seconds(lambda: x.add_(1)), "us")
+    with part() as outcome:
+        with outcome.section("ceilings"):
+            found = measure()
+            (out_folder() / "ceilings.json").write_text(json.dumps(found))
+            for name, value in found.items():
+                if name.startswith("read, "):
+                    row(name, value / 1e9, "GB/s")
+                elif name.startswith("product"):
+                    row(name, value / 1e12, "TFLOP/s")
+            row("read ceiling", found["read_bytes"] / 1e9, "GB/s")
+            row("matrix ceiling", found["matrix_flops"] / 1e12, "TFLOP/s")
+            x = torch.zeros(1, device=DEVICE)
+            row("an empty launch", 1e6 * kernel_seconds(lambda: x.add_(1)), "us")
+        free_memory()
+        tune(outcome)
 
 
 if __name__ == "__main__":

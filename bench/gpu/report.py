@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 ROWS_VARIABLE = "GPU_CHECK_ROWS"
 LIMIT_VARIABLE = "GPU_CHECK_LIMIT"
 OUT_VARIABLE = "GPU_CHECK_OUT"
+RESULTS_VARIABLE = "GPU_CHECK_RESULTS"
 REHEARSAL_VARIABLE = "GPU_CHECK_REHEARSAL"
 DUMP_SECONDS = 2.0
 """So long before the limit, a part writes where all its threads stand."""
@@ -29,6 +31,20 @@ def is_rehearsal() -> bool:
 
 def out_folder() -> Path:
     return Path(os.environ.get(OUT_VARIABLE, "build/gpu_check"))
+
+
+MOST_RESULT_BYTES = 15 * 2**20
+"""A larger file stays behind: what comes back from a machine elsewhere is bounded."""
+
+
+def keep_file(path: Path) -> str:
+    """Copy a file to the results, of which there are few; its name there, or why it stayed behind."""
+    folder = Path(os.environ.get(RESULTS_VARIABLE, out_folder()))
+    if path.stat().st_size > MOST_RESULT_BYTES:
+        return f"{path.name} of {path.stat().st_size / 2**20:.0f} MiB is too large to keep"
+    if folder.resolve() != path.parent.resolve():
+        shutil.copyfile(path, folder / path.name)
+    return path.name
 
 
 def row(

@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels ahead, many at a time, then lets each choose its configuration on the idle device.
+"""Compiles the Triton kernels ahead, in many processes; :func:`tune` lets each choose its configuration on the device.
 
-Triton keeps both on disk, so that the parts behind this one begin warm. What is compiled without the device has the key
-of a launch in Triton's cache; where one has not, it is compiled again when it is tuned.
+Triton keeps both on disk, so that the parts behind begin warm. What is compiled without the device has the key of a
+launch in Triton's cache (tests/kernels/test_compile_counts.py).
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ from multiprocessing import get_context
 import torch
 
 from gpu.device import CONFIGS, DEVICE, REHEARSAL
-from gpu.report import part, row
+from gpu.report import Outcome, part, row
 
-MOST_PROCESSES = 12
+MOST_PROCESSES = 10
+ADDITION = (4, 2, 16, 64, 176, 20)
+"""Heads, kv heads, their width, width, feed-forward width and vocabulary of the addition policy, which runs in fp32."""
 
 
-def compile_share(share: int, num_shares: int, architecture: int) -> int:
-    """Compile every ``num_shares``-th launch of the two models; how many."""
+def compile_share(share: int, num_shares: int, architecture: int) -> tuple[int, list[str]]:
+    """Compile every ``num_shares``-th launch; how many, and what did not compile."""
     from sagc_fast.kernels import aot
 
-    count = 0
+    count, errors = 0, []
     for launch in _all_launches()[share::num_shares]:
-        aot.compile_launch(launch, architecture)
-        count += 1
-    return count
+        try:
+            aot.compile_launch(launch, architecture)
+            count += 1
+        except Exception as error:
+            errors.append(f"{launch.title}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return count, errors
 
 
 def _all_launches() -> list:
     from sagc_fast.kernels import aot
 
-    found = [launch for name in CONFIGS for launch in aot.launches(_shape(name), first=REHEARSAL)]
+    models = [(_shape(name), torch.bfloat16) for name in CONFIGS] + [(aot.Shape(*ADDITION), torch.float32)]
+    found = [launch for shape, dtype in models for launch in aot.launches(shape, dtype, first=REHEARSAL)]
     return list(dict.fromkeys(found))[: 1 if REHEARSAL else None]
 
 
@@ -57,18 +63,26 @@ def main() -> None:
             started = time.perf_counter()
             with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
                 jobs = [pool.submit(compile_share, i, processes, 10 * major + minor) for i in range(processes)]
-                count = sum(job.result() for job in jobs)
+                done = [job.result() for job in jobs]
+            count = sum(number for number, _ in done)
             row("compile ahead", time.perf_counter() - started, "s", beside=f"{count} kernels, {processes} processes")
-        if REHEARSAL:
-            return
-        from sagc_fast.kernels.aot import launch_all
+            for error in (error for _, errors in done for error in errors):
+                outcome.errors.append(error)
+                row("not compiled", None, beside=error)
 
-        for name in CONFIGS:
-            with outcome.section(f"tune, {name}"):
-                started = time.perf_counter()
-                launch_all(_shape(name), torch.bfloat16, DEVICE)
-                torch.cuda.synchronize()
-                row(f"tune, {name}", time.perf_counter() - started, "s")
+
+def tune(outcome: Outcome) -> None:
+    """Every kernel of both models once, at a size that fills the device."""
+    if REHEARSAL or importlib.util.find_spec("triton") is None:
+        return
+    from sagc_fast.kernels import launch_all
+
+    for name in CONFIGS:
+        with outcome.section(f"tune, {name}"):
+            started = time.perf_counter()
+            launch_all.tune(_shape(name), torch.bfloat16, DEVICE)
+            torch.cuda.synchronize()
+            row(f"tune, {name}", time.perf_counter() - started, "s")
 
 
 if __name__ == "__main__":

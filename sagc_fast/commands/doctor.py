@@ -57,7 +57,7 @@ def _warm(model: Path | None) -> None:
     from sagc_fast.ops.backend import use_backend
 
     with use_backend("triton"):  # raises with its remedy where there is no GPU
-        from sagc_fast.kernels.launch_all import SHAPES, Shape, launch_all
+        from sagc_fast.kernels.launch_all import SHAPES, Shape, tune
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         shapes = SHAPES
@@ -66,5 +66,5 @@ def _warm(model: Path | None) -> None:
             shapes = {str(model): Shape(**{field.name: getattr(config, field.name) for field in fields(Shape)})}
         for name, shape in shapes.items():
             started = time.perf_counter()
-            launch_all(shape, torch.bfloat16, device)
+            tune(shape, torch.bfloat16, device)
             print(f"Triton kernels for {name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)

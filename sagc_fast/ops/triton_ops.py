@@ -25,6 +25,7 @@ from sagc_fast.kernels import silu_mul as silu_mul_kernels
 from sagc_fast.kernels import token_logprobs as logprob_kernels
 from sagc_fast.kernels._launch import INTERPRETED, num_processors
 from sagc_fast.kernels.advance_rows import advance_rows as advance_rows_kernel
+from sagc_fast.kernels.decode_plan import decode_plan
 from sagc_fast.kernels.group_decode import group_decode, siblings_per_tile
 from sagc_fast.kernels.merge_splits import merge_splits
 from sagc_fast.kernels.paged_decode import paged_decode
@@ -54,6 +55,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_BYTES = 512 * 2**20
 """Memory of one chunk of logits in the hidden states' dtype: with 152k tokens about 1,700 rows, enough to keep the
 dense products at full rate."""
+CHUNK_ROWS = 128
+"""Chunks are whole numbers of these where they hold so many: whole tiles of the products, and every chunk's part of a
+vector is aligned like the vector, so that no kernel is compiled for another alignment."""
 KEYS_PER_SPLIT = 256
 """A decode split is not made shorter than this: its output costs as much traffic as D keys do."""
 MAX_SPLITS = 16
@@ -227,13 +231,8 @@ def _num_splits(num_programs: int, layout: PagedLayout, device: torch.device) ->
 def _decode_plan(layout: PagedLayout, block_size: int) -> _DecodePlan:
     plan = layout.__dict__.get("_decode_plan")
     if plan is None:
-        is_decode_S = layout.cu_query_S1.diff() == 1
-        shared_lens_S = torch.where(is_decode_S & (layout.share_group_S >= 0), layout.shared_blocks_S * block_size, 0)
-        rows_S = torch.arange(len(shared_lens_S), dtype=torch.int32, device=shared_lens_S.device)
-        is_first_S = torch.ones_like(is_decode_S)
-        is_first_S[1:] = (layout.share_group_S.diff() != 0) | (shared_lens_S.diff() != 0) | (shared_lens_S[1:] == 0)
-        run_starts_S = torch.where(is_first_S, rows_S, 0).cummax(0).values
-        plan = layout.__dict__["_decode_plan"] = _DecodePlan(shared_lens_S.int(), run_starts_S.int())
+        columns = layout.cu_query_S1, layout.share_group_S, layout.shared_blocks_S
+        plan = layout.__dict__["_decode_plan"] = _DecodePlan(*decode_plan(*columns, block_size))
     return plan
 
 
@@ -312,7 +311,8 @@ def token_logprobs(
 
 def chunk_rows(hidden_NE: torch.Tensor, lm_head_VE: torch.Tensor) -> int:
     """Rows whose logits fit CHUNK_BYTES."""
-    return max(1, CHUNK_BYTES // (hidden_NE.element_size() * lm_head_VE.shape[0]))
+    rows = max(1, CHUNK_BYTES // (hidden_NE.element_size() * lm_head_VE.shape[0]))
+    return rows if rows < CHUNK_ROWS else rows // CHUNK_ROWS * CHUNK_ROWS
 
 
 class _TokenLogprobs(torch.autograd.Function):

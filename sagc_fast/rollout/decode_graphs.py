@@ -87,6 +87,7 @@ class DecodeGraphs:
             max(LEAST_IDS, _power_of_two(num_ids)),
         )
         buffers = self.buffers
+        self.device.wait(self.device.record())  # of a call that was broken off, work and copies may still be under way
         if buffers is None or not buffers.fits(*sizes):
             if buffers is not None:  # grow only, or two kinds of calls in turn would capture every time
                 old = (buffers.capacity, buffers.max_blocks, buffers.num_sets, buffers.num_ids)
@@ -94,7 +95,6 @@ class DecodeGraphs:
             self.drop()
             self.buffers = RowBuffers(self.device, *sizes)
         self._model, self._kv = model, kv
-        self.device.wait(self.device.record())  # of a call that was broken off, copies may still be under way
         operators = ("paged_attention", "sample_keyed_tokens", "place_rows", "advance_rows")
         backends = [resolve(operator, model.device.type, model.dtype) for operator in operators]
         addresses = (*backends, *(tensor.data_ptr() for tensor in (*self._reads(), *self._writes())))
@@ -119,7 +119,13 @@ class DecodeGraphs:
             self.buffers.state.tensors["is_live"].zero_()  # so that steps run for the capture change nothing
         try:
             with annotate("capture"):
-                graph = self.device.capture(lambda: self._step(bucket, has_filters), self._reads(), self._writes())
+                graph = self.device.capture(
+                    lambda: self._step(bucket, has_filters),
+                    self._reads(),
+                    self._writes(),
+                    # They run one after another, and a step leaves nothing behind but in the buffers.
+                    beside=next(iter(self._graphs.values()), None),
+                )
         except RuntimeError as error:
             self.refusal = str(error)
             warnings.warn(
@@ -160,7 +166,8 @@ class DecodeGraphs:
             max_context_len=buffers.max_blocks * kv.block_size,
             is_captured=True,
         )
-        logits_RV = model.logits(model.forward_paged(rows.token_R, layout, kv))
+        # Not widened to fp32: the draw reads the product as it is, in fp32 arithmetic.
+        logits_RV = ops.linear(model.forward_paged(rows.token_R, layout, kv), model.lm_head_weight)
         keys = (*(state[name][:bucket] for name in ("seed", "prompt_id", "sample_index")), rows.index_R)
         filters = [state[name][:bucket] for name in ("top_k", "top_p", "min_p")] if has_filters else ()
         drawn = ops.sample_keyed_tokens(logits_RV, keys, state["temperature"][:bucket], *filters)

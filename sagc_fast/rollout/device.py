@@ -52,13 +52,27 @@ class Device(Protocol):
     def seconds_between(self, first: Any, second: Any) -> float:
         """Device time between two events of :meth:`record` that are known to have passed."""
 
-    def capture(self, step: Callable[[], None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
+    def capture(
+        self,
+        step: Callable[[], None],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        beside: Any = None,
+    ) -> Any:
         """A graph of the work that ``step`` queues, for :meth:`replay`. ``step`` runs once before, to compile and tune
         what it needs, so it must do no harm. It may read ``reads`` and ``writes``, memory that stays in place as long
-        as the graph is used, write to ``writes`` and to what it makes itself, and look at no value."""
+        as the graph is used, write to ``writes`` and to what it makes itself, and look at no value.
+
+        ``beside``: a graph that is still held. The two share the memory of what they make themselves, so that neither
+        may leave anything there that is read after the other has run."""
 
     def replay(self, graph: Any) -> None:
         """Queue the graph's work once more."""
+
+
+def made_current(torch_device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the device that is current, wherever the tensors are."""
+    return torch.cuda.device(torch_device) if torch_device.type == "cuda" else nullcontext()
 
 
 class CudaDevice:
@@ -69,8 +83,6 @@ class CudaDevice:
         self.counts = DeviceCounts()
         self._copy_stream = torch.cuda.Stream(torch_device)
         self._capture_stream = torch.cuda.Stream(torch_device)
-        # One pool for all graphs: they run one after another and leave nothing in it that is read later.
-        self._pool = torch.cuda.graph_pool_handle()
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
@@ -103,7 +115,11 @@ class CudaDevice:
         return first.elapsed_time(second) * 1e-3
 
     def capture(
-        self, step: Callable[[], None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        step: Callable[[], None],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        beside: torch.cuda.CUDAGraph | None = None,
     ) -> torch.cuda.CUDAGraph:
         self.counts.captures += 1
         current, stream = torch.cuda.current_stream(self.torch_device), self._capture_stream
@@ -112,9 +128,14 @@ class CudaDevice:
             step()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (reward workers' pipes, a profiler) may call CUDA meanwhile: only this one is watched.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            step()
+        # The pool of a live graph only: torch refuses a pool whose graphs are all gone while it holds memory.
+        pool = None if beside is None else beside.pool()
+        try:
+            # Other threads (reward workers' pipes, a profiler) may call CUDA meanwhile: only this one is watched.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                step()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that breaks off may leave its own stream current
         return graph
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -15,6 +15,7 @@ from sagc_fast import ops
 from sagc_fast.errors import ConfigError, KVBudgetError
 from sagc_fast.rollout.call import Call, CallSettings, OnGroup
 from sagc_fast.rollout.decode_graphs import GRAPHS_MODES, DecodeGraphs, GraphsMode, burst_device
+from sagc_fast.rollout.device import made_current
 from sagc_fast.rollout.divergence import divergence_named
 from sagc_fast.rollout.kv_cache import KVCache, dtype_of
 from sagc_fast.rollout.lengths import LengthHistory
@@ -181,7 +182,7 @@ class RolloutEngine:
                 policy_version=self.policy_version,
             )
             kv = self._kv_for(requests, settings.capacity_rows)
-            with torch_threads(self.threads), divergence_named(self.model):
+            with torch_threads(self.threads), made_current(self.model.device), divergence_named(self.model):
                 call = Call(
                     self.model, kv, requests, settings, self.lengths, self._detokenizer, self._speculation, self._graphs
                 )

@@ -75,7 +75,10 @@ class _Stream:
 class StandInGraph:
     """Operators with their arguments and results, and where the memory was that they found."""
 
-    def __init__(self, operations: list[Operation], memory: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, operations: list[Operation], memory: Sequence[torch.Tensor], beside: StandInGraph | None
+    ) -> None:
+        self.beside = beside
         self._operations = operations
         self._memory = [(tensor, tensor.data_ptr()) for tensor in memory]
 
@@ -139,7 +142,11 @@ class StandInDevice:
         return second.passed_at - first.passed_at
 
     def capture(
-        self, step: Callable[[], None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        step: Callable[[], None],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        beside: StandInGraph | None = None,
     ) -> StandInGraph:
         self.counts.captures += 1
         self._compute.run()
@@ -153,7 +160,7 @@ class StandInDevice:
             operations, self._tape = self._tape.operations, None
             for tensor, value in zip(writes, before, strict=True):
                 tensor.copy_(value)
-        return StandInGraph(operations, [*reads, *writes])
+        return StandInGraph(operations, [*reads, *writes], beside)
 
     def replay(self, graph: StandInGraph) -> None:
         self.counts.replays += 1

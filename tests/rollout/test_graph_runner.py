@@ -317,6 +317,27 @@ def test_release_drops_graphs_and_the_next_call_captures(engine_of):
     assert engine.stats.num_graph_captures > 0
 
 
+def test_a_graph_shares_its_memory_with_one_that_is_held_and_the_first_with_none(engine_of, monkeypatch):
+    """torch refuses the memory pool of graphs that are gone; after a release no capture may name one."""
+    engine, given = engine_of(StandInDevice()), []
+    capture = StandInDevice.capture
+
+    def spy(self, step, reads, writes, beside=None):
+        given.append(beside is None or any(beside is graph for graph in engine._graphs._graphs.values()))
+        first.append(beside is None)
+        return capture(self, step, reads, writes, beside)
+
+    monkeypatch.setattr(StandInDevice, "capture", spy)
+    lengths = [[SamplingParams(max_new_tokens=2 + 9 * i, ignore_eos=True) for i in range(4)] for _ in PROMPTS]
+    for _ in range(2):
+        first = []
+        results(engine, params=lengths)
+        assert len(first) > 1
+        assert first == [True] + [False] * (len(first) - 1)
+        engine.release()
+    assert all(given)
+
+
 def test_longer_contexts_and_more_rows_take_larger_buffers_once(engine_of):
     engine = engine_of(StandInDevice(), block_size=4)
     small = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -376,7 +397,7 @@ def test_logits_that_are_not_finite_end_the_call_with_a_sentence(engine_of):
 
 
 class Refusing(StandInDevice):
-    def capture(self, step, reads, writes):
+    def capture(self, step, reads, writes, beside=None):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sagc_fast.kernels.decode_plan import BLOCK_SEQUENCES, decode_plan
 from sagc_fast.kernels.group_decode import group_decode
 
 from sagc_fast.ops import paged, triton_ops
@@ -120,3 +121,24 @@ def test_a_tile_of_siblings_writes_nothing_for_the_row_behind_them(device: torch
     assert (part[2] == 7.0).all()
     assert (lse[2] == 7.0).all()
     assert (lse[:2] != 7.0).all()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 5, BLOCK_SEQUENCES, 3 * BLOCK_SEQUENCES + 7])
+def test_runs_of_siblings_are_those_found_one_by_one(num_sequences: int, device: torch.device) -> None:
+    """Runs that cross the kernel's blocks included."""
+    generator = torch.Generator().manual_seed(num_sequences)
+    groups = torch.randint(-1, 3, (num_sequences,), generator=generator).repeat_interleave(5)[:num_sequences]
+    shared = torch.randint(0, 3, (num_sequences,), generator=generator).repeat_interleave(5)[:num_sequences]
+    if num_sequences > 3 * BLOCK_SEQUENCES:
+        groups[40:180], shared[40:180] = 7, 2
+    queries = (torch.rand(num_sequences, generator=generator) < 0.9).int() + 2 * (
+        torch.rand(num_sequences, generator=generator) < 0.05
+    )
+    cu = torch.cat((torch.zeros(1), queries.cumsum(0)))
+    lens, starts = [], []
+    for i in range(num_sequences):
+        lens.append(int(shared[i]) * PAGE if queries[i] == 1 and groups[i] >= 0 else 0)
+        goes_on = i > 0 and lens[i] > 0 and lens[i] == lens[i - 1] and groups[i] == groups[i - 1]
+        starts.append(starts[-1] if goes_on else i)
+    found = decode_plan(*(x.int().to(device) for x in (cu, groups, shared)), PAGE)
+    assert [x.tolist() for x in found] == [lens, starts]
