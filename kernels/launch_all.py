@@ -42,7 +42,7 @@ def launch_all(
     """
     from sagc_fast.kernels.advance_rows import advance_rows
     from sagc_fast.kernels.decode_plan import decode_plan
-    from sagc_fast.kernels.group_decode import group_decode
+    from sagc_fast.kernels.group_decode import group_decode, siblings_per_tile
     from sagc_fast.kernels.merge_splits import merge_splits
     from sagc_fast.kernels.paged_decode import paged_decode
     from sagc_fast.kernels.paged_prefill import paged_prefill
@@ -108,10 +108,10 @@ def launch_all(
     tables = integers([[0 if column == 0 else (row + column) % 16 for column in range(max(2, chunk // page))]
                        for row in range(2 + groups)])  # fmt: skip
     siblings, shared_blocks = integers([0, 0, *[-1] * groups]), integers([1, 1, *[0] * groups])
-    shared, runs = decode_plan(cu, siblings, shared_blocks, page)
+    shared, runs, leaders = decode_plan(cu, siblings, shared_blocks, page, siblings_per_tile(heads // kv_heads))
     paged_prefill(q, *caches, out, cu, context, tables, chunk, 0.1, min_queries=2)
     part, part_lse = zeros(2 + groups, heads, 4, width, of=torch.float32), zeros(2 + groups, heads, 4, of=torch.float32)
-    group_decode(q, *caches, part, part_lse, cu, shared, runs, tables, 2, 0.1)
+    group_decode(q, *caches, part, part_lse, cu, shared, runs, leaders, tables, 2, 0.1)
     paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 2, 0.1)
     merge_splits(part, part_lse, out, cu, shared, 2)
 

@@ -113,15 +113,11 @@ class Bench:
         )
 
     def sampling(self) -> None:
-        """One token per row from fp32 logits, with and without filters; the CUDA twin beside it."""
-        logits = self.random(ROWS, self.config.vocab_size, dtype=torch.float32)
+        """One token per row from the product's logits, with and without filters; the CUDA twin beside it."""
+        logits = self.random(ROWS, self.config.vocab_size)
         keys = tuple(torch.arange(ROWS, device=DEVICE) for _ in range(4))
         hot = torch.ones(ROWS, device=DEVICE)
-        for backend in (None, *twins()):
-            self.measure(
-                "keyed sampling", lambda: ops.sample_keyed_tokens(logits, keys, hot), num_bytes=logits.nbytes,
-                backend=backend,
-            )  # fmt: skip
+        self.twins("keyed sampling", lambda: ops.sample_keyed_tokens(logits, keys, hot), logits.nbytes)
         top_k, top_p = torch.full((ROWS,), 50, device=DEVICE), torch.full((ROWS,), 0.9, device=DEVICE)
         self.measure(
             "keyed sampling, top-k + top-p",
@@ -139,8 +135,18 @@ class Bench:
             ops.advance_rows(state, tokens, logprobs)
 
         num_bytes = sum(8 * ROWS for name in DecodeRows.__dataclass_fields__ if name.endswith("_R"))
-        for backend in (None, *twins()):
-            self.measure("place + advance rows", step, num_bytes=num_bytes, backend=backend, beside=f"{ROWS} rows")
+        self.twins("place + advance rows", step, num_bytes, beside=f"{ROWS} rows")
+
+    def twins(self, what: str, call: Callable[[], Any], num_bytes: float, beside: str = "") -> None:
+        """In Triton and in CUDA C++, where that is there; the ratio decides who serves (backend.MEASURED_FASTER)."""
+        triton, *others = (
+            self.measure(what, call, num_bytes=num_bytes, backend=backend, beside=beside)
+            for backend in (None, *twins())
+        )
+        if triton and others and others[0]:
+            ratio = triton / others[0]
+            verdict = "CUDA C++ is faster: name it in MEASURED_FASTER" if ratio > 1.05 else "Triton stays"
+            row(f"CUDA C++ against Triton, {what}, {self.name}", ratio, "x", beside=verdict)
 
     def rows(self) -> None:
         """Norms and the gate, forward and backward."""

@@ -29,6 +29,8 @@ NUM_GROUPS, GROUP_SIZE, PROMPT = (2, 2, 20) if REHEARSAL else (8, 16, 256)
 SHORT, LONG = (3, 6) if REHEARSAL else (32, 96)
 """Forced lengths of the two calls whose difference is the decode step."""
 NUM_PREFILL, PREFILL_PROMPT = (2, 40) if REHEARSAL else (16, 2048)
+MOST_ROWS = 1024
+"""At a time, as of the peer, which takes a whole workload in one batch."""
 KV_GB = 0.02 if REHEARSAL else 48.0
 WORKLOADS = (
     {"2 x 2": Workload(2, 2, mean_length=8, max_length=10, min_prompt=8, max_prompt=16)}
@@ -57,15 +59,15 @@ class Engines:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._made: dict[tuple[bool, int], RolloutEngine] = {}
+        self._made: dict[tuple[bool, int, int], RolloutEngine] = {}
 
-    def get(self, mode: Mode, max_batch_tokens: int = 2048) -> RolloutEngine:
-        key = (mode.graphs, max_batch_tokens)
+    def get(self, mode: Mode, max_batch_tokens: int = 2048, max_num_seqs: int = 256) -> RolloutEngine:
+        key = (mode.graphs, max_batch_tokens, max_num_seqs)
         if key not in self._made:
             self.release()  # two caches of this size do not fit beside the peer's
             self._made[key] = RolloutEngine(
-                self.model, kv_budget_gb=KV_GB, max_batch_tokens=max_batch_tokens, speculation="off",
-                graphs="auto" if mode.graphs else "off",
+                self.model, kv_budget_gb=KV_GB, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs,
+                speculation="off", graphs="auto" if mode.graphs else "off",
             )  # fmt: skip
         return self._made[key]
 
@@ -175,7 +177,8 @@ def measure_workload(engines: Engines, label: str, workload: Workload, outcome: 
     output = sum(map(sum, lengths))
     for mode in MODES:
         with outcome.section(f"rollout {label}, {mode}"):
-            engine = engines.get(mode)
+            rows = min(MOST_ROWS, sum(map(len, lengths)))
+            engine = engines.get(mode, max_batch_tokens=max(2048, 4 * rows), max_num_seqs=rows)
             longest = workload.max_length if mode == BEST else 12
             generate(engine, mode, workload.prompts(0), [[min(n, longest) for n in group] for group in lengths])
             stats: list[Any] = []

@@ -3,8 +3,8 @@
 Order: :func:`set_backend` / :func:`use_backend`, then the environment variable ``SAGC_BACKEND``, then automatic by
 device: on the CPU ``native`` (``sagc_fast._C``), on CUDA ``flash`` (the flash-attn package, training attention alone)
 and ``triton``, each where it is there and serves the operation for that dtype; else plain ``torch``, with one warning
-where something that would be faster is missing. ``cuda`` (``sagc_fast._cuda``, two operations of the decode step) is
-taken only when asked for: it has not been measured against Triton yet.
+where something that would be faster is missing. ``cuda`` (``sagc_fast._cuda``, parts of the decode step) comes
+before Triton for the operations in MEASURED_FASTER alone, and when it is asked for.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ _choices: dict[tuple[str, str, torch.dtype], tuple[Backend, str]] = {}
 _has_warned = False
 AUTOMATIC: dict[str, tuple[Backend, ...]] = {"cpu": ("native",), "cuda": ("flash", "triton")}
 """What is tried on a device when nobody asked for a backend, in this order."""
+MEASURED_FASTER: frozenset[str] = frozenset()
+"""Operations whose CUDA C++ twin was faster than Triton's on a GPU, by the rows "CUDA C++ against Triton" of
+bench/gpu_check.sh. None has been measured yet."""
 
 
 @functools.cache
@@ -140,14 +143,17 @@ def _choose(op: str, device_type: str, dtype: torch.dtype) -> tuple[Backend, str
         return "torch", f"asked for by {source}"
     is_automatic = asked is None or (asked in PARTIAL and op not in _module(asked).available_ops())
     reason = f"nothing faster for {device_type}"
-    for name in AUTOMATIC.get(device_type, ()) if is_automatic else (asked,):
+    candidates: tuple[Backend, ...] = AUTOMATIC.get(device_type, ())
+    if op in MEASURED_FASTER and device_type == "cuda":
+        candidates = ("cuda", *candidates)
+    for name in candidates if is_automatic else (asked,):
         module = _module(name)
         if module is None:
-            if name != "flash":
+            if name not in PARTIAL:
                 _warn_once(name)
                 reason = MISSING[name]
         elif op not in module.available_ops():
-            if name != "flash":
+            if name not in PARTIAL:
                 reason = f"{name} has no such operation"
         elif not module.supports(op, device_type, dtype):
             reason = f"no {name} {op} for {device_type} {dtype}"

@@ -26,7 +26,7 @@ from sagc_fast.kernels import token_logprobs as logprob_kernels
 from sagc_fast.kernels._launch import INTERPRETED, num_processors
 from sagc_fast.kernels.advance_rows import advance_rows as advance_rows_kernel
 from sagc_fast.kernels.decode_plan import decode_plan
-from sagc_fast.kernels.group_decode import group_decode, siblings_per_tile
+from sagc_fast.kernels.group_decode import group_decode, num_walkers, siblings_per_tile
 from sagc_fast.kernels.merge_splits import merge_splits
 from sagc_fast.kernels.paged_decode import paged_decode
 from sagc_fast.kernels.paged_prefill import paged_prefill
@@ -191,6 +191,8 @@ class _DecodePlan:
     """int32, leading positions that siblings read together; 0 for a sequence that brings several tokens."""
     run_starts_S: torch.Tensor
     """int32, the first of the siblings side by side that a sequence belongs to."""
+    leaders_S1: torch.Tensor
+    """int32, the number of sequences that lead a tile of siblings, then these."""
 
 
 def paged_attention(
@@ -206,15 +208,15 @@ def paged_attention(
         paged_prefill(q_THD, k_cache, v_cache, out_THD, cu, context, tables, layout.max_query_len, scale, min_queries=2)
     if num_sequences == 0 or (num_sequences == 1 and layout.max_query_len > 1):
         return out_THD
-    plan = _decode_plan(layout, k_cache.shape[2])
-    siblings = siblings_per_tile(num_heads // num_kv_heads)
-    num_shared = _num_splits(-(-num_sequences // siblings) * num_kv_heads, layout, q_THD.device)
+    group = num_heads // num_kv_heads
+    plan = _decode_plan(layout, k_cache.shape[2], siblings_per_tile(group))
+    num_shared = _num_splits(num_walkers(num_sequences, group) * num_kv_heads, layout, q_THD.device)
     num_private = _num_splits(num_sequences * num_kv_heads, layout, q_THD.device)
     shape = (num_sequences, num_heads, num_shared + num_private)
     lse_SHP = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
     part_SHPD = torch.empty(*shape, head_dim, dtype=torch.float32, device=q_THD.device)
-    shared, runs = plan.shared_lens_S, plan.run_starts_S
-    group_decode(q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, shared, runs, tables, num_shared, scale)
+    shared, runs, leaders = plan.shared_lens_S, plan.run_starts_S, plan.leaders_S1
+    group_decode(q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, shared, runs, leaders, tables, num_shared, scale)
     paged_decode(
         q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, context, shared, tables, num_shared, num_private, scale
     )
@@ -228,11 +230,11 @@ def _num_splits(num_programs: int, layout: PagedLayout, device: torch.device) ->
     return max(1, min(wanted, MAX_SPLITS, -(-layout.max_context_len // KEYS_PER_SPLIT)))
 
 
-def _decode_plan(layout: PagedLayout, block_size: int) -> _DecodePlan:
+def _decode_plan(layout: PagedLayout, block_size: int, tile: int) -> _DecodePlan:
     plan = layout.__dict__.get("_decode_plan")
     if plan is None:
         columns = layout.cu_query_S1, layout.share_group_S, layout.shared_blocks_S
-        plan = layout.__dict__["_decode_plan"] = _DecodePlan(*decode_plan(*columns, block_size))
+        plan = layout.__dict__["_decode_plan"] = _DecodePlan(*decode_plan(*columns, block_size, tile))
     return plan
 
 

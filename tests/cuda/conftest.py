@@ -105,3 +105,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if name == "nvcc_table":
                 terminalreporter.write_sep("-", "csrc/cuda: registers per thread, bytes of shared memory per block")
                 terminalreporter.write_line(text)
+    if any("there is no nvcc here" in str(report.longrepr) for report in terminalreporter.getreports("skipped")):
+        terminalreporter.write_line("csrc/cuda was not compiled for sm_80 and sm_90: there is no nvcc here.")

@@ -1,4 +1,5 @@
-"""Run-time lengths are not compiled in: what launchers would compile stays the same whatever the lengths.
+"""Run-time lengths are not compiled in: what launchers would compile stays the same whatever the lengths; and what is
+compiled ahead is what a launch looks for on disk.
 
 Launches are written down on the meta device, with Triton's rules of specialisation (an integer that is 1, or a multiple
 of 16), in a process of its own, since this one may run the interpreter.
@@ -6,9 +7,12 @@ of 16), in a process of its own, since this one may run the interpreter.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import torch
@@ -100,3 +104,57 @@ def test_compilations_do_not_grow_with_lengths() -> None:
     }
     assert launched >= {"paged_decode", "group_decode", "merge_splits", "paged_prefill", "sample_pick", "rope_cache"}
     assert launched >= {"sample_filtered", "place_rows", "advance_rows"}
+
+
+KEYS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction, create_function_from_signature
+from sagc_fast.kernels import compile_ahead
+from sagc_fast.kernels.launch_all import Shape, launch_all
+
+backend, looked_for, compiled = make_backend(GPUTarget("cuda", 90, 32)), set(), set()
+
+
+def run(self, *args, grid, warmup, **kwargs):
+    binder = create_function_from_signature(self.signature, self.params, backend)
+    kwargs["debug"] = False
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constants, attributes = self._pack_args(backend, kwargs, bound, specialization, options)
+    looked_for.add((self.fn.__name__, ASTSource(self, signature, constants, attributes).hash(), options.hash()))
+
+
+def run_tuned(self, *args, **kwargs):
+    for config in self.configs:
+        self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+
+plain = JITFunction.run, Autotuner.run
+JITFunction.run, Autotuner.run = run, run_tuned
+shape = Shape(6, 2, 64, 384, 512, 4096)
+launch_all(shape, torch.bfloat16, "cpu")
+JITFunction.run, Autotuner.run = plain
+compile_ahead.triton.compile = lambda source, target, options: compiled.add(
+    (source.fn.fn.__name__, source.hash(), backend.parse_options(options).hash()))
+with compile_ahead.recording() as launches:
+    launch_all(shape, torch.bfloat16, "meta")
+for launch in launches:
+    compile_ahead.compile_launch(launch, 90)
+print(len(looked_for), *sorted(name for name, *_ in looked_for ^ compiled))
+"""
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_looks_for_on_disk() -> None:
+    """By Triton's own rules, on tensors of the CPU; else a warm cache would compile everything twice. Triton 3.9 writes
+    down arguments without a known divisor too, and does compile twice."""
+    if not importlib.metadata.version("triton").startswith("3.6."):
+        pytest.skip("the keys are those of Triton 3.6")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", KEYS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    count, *different = done.stdout.split()
+    assert int(count) >= 35
+    assert not different

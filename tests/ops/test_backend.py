@@ -143,6 +143,15 @@ def test_the_cuda_operators_serve_only_when_asked_for_and_leave_the_others_autom
     monkeypatch.setattr(ops, "cuda_module", lambda: module)
     monkeypatch.setattr(ops, "triton_module", lambda: fake_triton)
     assert backend.resolve("sample_keyed_tokens", "cuda", torch.bfloat16) == "triton"
+    with monkeypatch.context() as patch:  # what a measurement would change
+        patch.setattr(backend, "MEASURED_FASTER", frozenset({"sample_keyed_tokens"}))
+        backend.set_backend(None)
+        assert backend.resolve("sample_keyed_tokens", "cuda", torch.bfloat16) == "cuda"
+        assert backend.resolve("silu_mul", "cuda", torch.bfloat16) == "triton"
+        patch.setattr(backend, "cuda_module", lambda: None)
+        backend.set_backend(None)
+        assert backend.resolve("sample_keyed_tokens", "cuda", torch.bfloat16) == "triton"
+    backend.set_backend(None)
     with ops.use_backend("cuda"):
         assert backend.resolve("sample_keyed_tokens", "cuda", torch.bfloat16) == "cuda"
         assert backend.resolve("silu_mul", "cuda", torch.bfloat16) == "triton"

@@ -114,10 +114,11 @@ def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
 def test_a_tile_of_siblings_writes_nothing_for_the_row_behind_them(device: torch.device) -> None:
     """The neighbour's own program would repair it here, where programs run in turn; on a GPU they race."""
     q, k, v, layout = _step([(20, 1, 5, 1), (19, 1, 5, 1), (18, 1, -1, 0)], 2, 1, 16, torch.float32)
-    integers = (layout.cu_query_S1, torch.tensor([16, 16, 0]).int(), torch.tensor([0, 0, 2]).int())
+    plan = ([16, 16, 0], [0, 0, 2], [1, 0, 0, 0])
+    integers = (layout.cu_query_S1, *(torch.tensor(column).int() for column in plan))
     part, lse = torch.full((3, 2, 1, 16), 7.0, device=device), torch.full((3, 2, 1), 7.0, device=device)
-    q, k, v, cu, shared, runs, tables = (x.to(device) for x in (q, k, v, *integers, layout.block_tables_SB))
-    group_decode(q, k, v, part, lse, cu, shared, runs, tables, 1, SCALE)
+    q, k, v, cu, shared, runs, leaders, tables = (x.to(device) for x in (q, k, v, *integers, layout.block_tables_SB))
+    group_decode(q, k, v, part, lse, cu, shared, runs, leaders, tables, 1, SCALE)
     assert (part[2] == 7.0).all()
     assert (lse[2] == 7.0).all()
     assert (lse[:2] != 7.0).all()
@@ -140,5 +141,7 @@ def test_runs_of_siblings_are_those_found_one_by_one(num_sequences: int, device:
         lens.append(int(shared[i]) * PAGE if queries[i] == 1 and groups[i] >= 0 else 0)
         goes_on = i > 0 and lens[i] > 0 and lens[i] == lens[i - 1] and groups[i] == groups[i - 1]
         starts.append(starts[-1] if goes_on else i)
-    found = decode_plan(*(x.int().to(device) for x in (cu, groups, shared)), PAGE)
-    assert [x.tolist() for x in found] == [lens, starts]
+    found = decode_plan(*(x.int().to(device) for x in (cu, groups, shared)), PAGE, 3)
+    assert [x.tolist() for x in found[:2]] == [lens, starts]
+    num_leaders, *leaders = found[2].tolist()
+    assert leaders[:num_leaders] == [i for i in range(num_sequences) if lens[i] > 0 and (i - starts[i]) % 3 == 0]
