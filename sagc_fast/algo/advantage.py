@@ -10,6 +10,7 @@ import torch
 
 from sagc_fast.algo.config import AdvantageConfig
 from sagc_fast.errors import ConfigError, RewardError
+from sagc_fast.ops.rows import add_rows
 
 
 def group_advantages(
@@ -76,7 +77,7 @@ def _scaled(
     reward_C: torch.Tensor, group_C: torch.Tensor, valid_C: torch.Tensor, num_groups: int, config: AdvantageConfig
 ) -> torch.Tensor:
     def group_sum(x_C: torch.Tensor) -> torch.Tensor:
-        return x_C.new_zeros(num_groups).index_add(0, group_C, torch.where(valid_C, x_C, 0.0))
+        return add_rows(torch.where(valid_C, x_C, 0.0), group_C, num_groups)
 
     count_P = group_sum(torch.ones_like(reward_C))
     mean_C = (group_sum(reward_C) / count_P.clamp(min=1))[group_C]

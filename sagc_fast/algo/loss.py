@@ -24,6 +24,7 @@ from sagc_fast import ops
 from sagc_fast.algo.config import CISPO, DAPO, DR_GRPO, GRPO, GSPO, LossConfig
 from sagc_fast.errors import ConfigError
 from sagc_fast.ops import policy_loss as fused
+from sagc_fast.ops.rows import add_rows, take_rows
 from sagc_fast.profiling import ranged
 
 __all__ = [
@@ -298,8 +299,7 @@ def _ratio(
 ) -> torch.Tensor:
     if config.ratio_level == "sequence":
         mean_C = _segment_sum(log_ratio_N, completion_index_N, len(length_C)) / length_C
-        # index_select, not indexing: its backward adds a sequence's tokens in a fixed order, whatever the threads do.
-        log_ratio_N = mean_C.index_select(0, completion_index_N)
+        log_ratio_N = take_rows(mean_C, completion_index_N)
     return log_ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -371,7 +371,7 @@ def _metrics(
 
 
 def _segment_sum(x_N: torch.Tensor, completion_index_N: torch.Tensor, num_completions: int) -> torch.Tensor:
-    return x_N.new_zeros(num_completions).index_add(0, completion_index_N, x_N)
+    return add_rows(x_N, completion_index_N, num_completions)
 
 
 def _check_inputs(

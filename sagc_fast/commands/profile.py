@@ -98,7 +98,7 @@ def nsight_command(tool: str, argv: list[str], args: argparse.Namespace) -> tupl
         window = ["--profile-from-start", "off"]
     # Every kernel is replayed many times to read all counters: a few launches of decoding are enough.
     ranges = [x for name in ("forward", "decode") for x in ("--nvtx-include", f"{profiling.PREFIX}{name}/")]
-    options = ["--set", "full", "--nvtx", *ranges, "--launch-count", "60", *window]
+    options = ["--set", "full", "--clock-control", "none", "--nvtx", *ranges, "--launch-count", "60", *window]
     return ["ncu", *options, "--force-overwrite", "-o", f"{args.out}/kernels", *program], environment
 
 

@@ -23,6 +23,7 @@ from flash_attn import flash_attn_varlen_func
 from torch.autograd.function import once_differentiable
 
 from sagc_fast.ops.layouts import PackedLayout, Span
+from sagc_fast.ops.rows import add_rows
 
 MAX_HEAD_DIM = 256
 
@@ -78,8 +79,7 @@ class _CopyRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_CKD: torch.Tensor) -> tuple[torch.Tensor, None]:
         (rows_C,) = ctx.saved_tensors
-        total = grad_CKD.new_zeros(ctx.num_rows, *grad_CKD.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, rows_C, grad_CKD.float()).to(grad_CKD.dtype), None
+        return add_rows(grad_CKD.float(), rows_C, ctx.num_rows).to(grad_CKD.dtype), None
 
 
 def _make_plan(layout: PackedLayout) -> _Plan:

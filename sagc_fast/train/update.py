@@ -28,6 +28,7 @@ from sagc_fast.algo.logprobs import LogprobDifference, logprob_difference, merge
 from sagc_fast.algo.loss import LossMetrics, linear_policy_loss, loss_normalizer
 from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
 from sagc_fast.config import UpdateOptions
+from sagc_fast.ops.rows import take_rows
 from sagc_fast.profiling import annotate, ranged
 from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.optimizer import PolicyOptimizer
@@ -300,8 +301,7 @@ class PolicyUpdater:
         hidden_TE = model.forward_packed(
             micro_batch.token_ids_T, micro_batch.layout, self.options.checkpoint_activations
         )
-        # index_select, not indexing: its backward adds duplicates (a prompt's last token) in a fixed order.
-        return hidden_TE.index_select(0, micro_batch.source_rows_N)
+        return take_rows(hidden_TE, micro_batch.source_rows_N)  # a prompt's last token several times
 
     def _reference_logprobs(self, items: Sequence[PackItem], like: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Under the model that the loss or reward penalises the distance to; adapters have it below them."""

@@ -2,7 +2,8 @@
 
 Tensors report the device ``meta`` and hold a CPU tensor inside, so that the code under test takes its paths for "some
 other device", with real values to branch on. What torch would refuse on a GPU raises :class:`MixedDevices`: an operator
-with tensors of both devices (CPU scalars excepted, and CPU tensors that index, which are copied), and ``numpy()``.
+with tensors of both devices (CPU scalars excepted, and CPU tensors that index, which are copied), and ``numpy()``. A
+sum that a GPU would make in an order that chance decides raises :class:`UnorderedSum`.
 Values that the host asks for (``item``, ``bool``, ``cpu``) are counted: on a GPU each of them waits for the device.
 """
 
@@ -22,11 +23,16 @@ PRETENDED = torch.device("meta")
 _aten = torch.ops.aten
 COPIES = (_aten._to_copy.default, _aten.copy_.default)
 INDEXED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+ADDS = (_aten.index_add.default, _aten.index_add_.default)
 TO_HOST = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 
 
 class MixedDevices(RuntimeError):  # noqa: N818 (named for what it is)
     """An operator was given tensors of both devices."""
+
+
+class UnorderedSum(RuntimeError):  # noqa: N818
+    """A GPU would add the numbers by atomics, in an order that chance decides."""
 
 
 class OnDevice(torch.Tensor):
@@ -64,6 +70,8 @@ class _Dispatch(TorchDispatchMode):
         if asked is not None:
             kwargs["device"] = torch.device("cpu")
         _check(op, args, tensors, mine)
+        if op in ADDS and mine and args[0].is_floating_point() and len(args[2].inner.unique()) < args[2].numel():
+            raise UnorderedSum(f"{op} of floating-point numbers with rows that occur several times")
         if (op in TO_HOST and mine) or (op is _aten._to_copy.default and mine and not wraps):
             self.to_host[str(op)] += 1
         if op is _aten.copy_.default:
