@@ -350,8 +350,8 @@ class TrainConfig(Section):
 
     model: ModelOptions
     task: dict[str, Any]
-    """``name`` and the task's own options, checked by the task: ``addition``, ``reasoning_gym``, ``dataset``;
-    ``reward: module:function`` puts your own scorer in place."""
+    """``name`` and the task's own options, checked by the task: ``addition``, ``reasoning_gym``, ``dataset`` (also
+    called ``jsonl``, ``parquet``, ``huggingface``); ``reward: module:function`` puts your own scorer in place."""
     lora: LoraOptions = field(default_factory=LoraOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     controller: ControllerOptions = field(default_factory=ControllerOptions)

@@ -120,6 +120,9 @@ def _has_gpu() -> bool:
 
 def _run_torch(argv: list[str], args: argparse.Namespace) -> int:
     """The command in this process, its window under torch.profiler."""
+    # Torch's default of 5 shows of kineto's log its probes (USDT) alone; 6 leaves out those as well and nothing else.
+    # KINETO_LOG_LEVEL=1 shows all of it. Read when torch is loaded.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from sagc_fast.cli import main

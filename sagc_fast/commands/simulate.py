@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sagc_fast.controller.compare import Comparison
     from sagc_fast.controller.config import SAGCConfig
     from sagc_fast.controller.simulate import Scenario
+    from sagc_fast.controller.suggest import Suggestion
 
 HELP = "compare group-size policies on synthetic or recorded completion lengths"
 EPILOG = """length processes (NAME or NAME:key=value,...; lengths in tokens):
@@ -199,7 +200,7 @@ def _print_tables(comparison: Comparison, config: SAGCConfig, args: argparse.Nam
         "\nseconds: predicted by the cost model (--help), continuous batching; padded: batches run to their longest;\n"
         f"inform.: expected groups with right and wrong answers, success probabilities Beta({args.difficulty})"
     )
-    for note in dict.fromkeys(note.partition(": ")[2] for note in comparison.notes):
+    for note in comparison.notes:
         print(f"warning: {note}")
 
 
@@ -247,19 +248,29 @@ def _suggest(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found.as_dict(), indent=2))
         return 0
-    print(f"suggested: tau={found.tau:g} delta={found.delta:g}")
-    for size, rate in found.rates.items():
-        print(
-            f"  G={size:<3} straggles in {rate:6.1%} of its groups, to be played {found.shares[size]:.0%} of the steps"
-        )
-    print(
-        f"  keeps {found.kept:.0%} of the informative groups of G={max(found.rates)} at {found.step_seconds:.1f} s "
-        f"instead of {found.largest_step_seconds:.1f} s per step (predicted, equal prompts)\n"
-        f"  SAGC run on these lengths: rate {found.replayed_rate:.3f}, mean G {found.replayed_group_size:.1f}"
-    )
+    _print_suggestion(found)
     for note in found.notes:
         print(f"warning: {note}")
     return 0
+
+
+def _print_suggestion(found: Suggestion) -> None:
+    print(f"suggested: tau={found.tau:g} delta={found.delta:g}")
+    print("  G      straggles in    best mixture in hindsight    SAGC, run on these lengths")
+    for size, rate in found.rates.items():
+        shares = f"{found.shares[size]:16.0%} of steps  {found.replayed_shares[size]:20.0%} of steps"
+        print(f"  {size:<6} {rate:11.1%}  {shares}")
+    mixture_size = sum(size * share for size, share in found.shares.items())
+    mixture_rate = sum(rate * found.shares[size] for size, rate in found.rates.items())
+    print(f"  {'mean G':18} {mixture_size:17.1f} {found.replayed_group_size:30.1f}")
+    print(f"  {'straggler rate':18} {mixture_rate:17.3f} {found.replayed_rate:30.3f}")
+    print(f"  {'seconds per step':18} {found.step_seconds:17.2f} {found.replayed_seconds:30.2f}")
+    print(f"  {'informative groups':18} {found.kept:17.0%} {found.replayed_kept:30.0%}")
+    print(
+        f"seconds: predicted, equal prompts, {found.largest_step_seconds:.2f} with G={max(found.rates)} alone;"
+        " informative groups: of those it gives;\nSAGC, which learns the rates as it goes: the last three quarters"
+        " of its run"
+    )
 
 
 class _Progress:

@@ -81,7 +81,7 @@ class Comparison:
     records: dict[str, dict[str, RunRecord]]
     """Step-by-step records by hold and policy."""
     notes: list[str]
-    """What the controllers warned about."""
+    """What the controllers warned about, each with the policy, what was held and the step."""
 
 
 def make_policy(name: str, config: SAGCConfig, scenario: Scenario, mixture: Sequence[float]) -> Policy:
@@ -133,9 +133,20 @@ def compare(
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", ControllerWarning)
                 policy = make_policy(name, config, held, oracle["weights"])
-                step_done = None if progress is None else (lambda done, h=hold, n=name: progress(h, n, done))
+                steps_of_notes: list[int] = []
+
+                def step_done(done: int, hold=hold, name=name, caught=caught, said=steps_of_notes) -> None:
+                    said += [done] * (len(caught) - len(said))
+                    if progress is not None:
+                        progress(hold, name, done)
+
+                step_done(0)  # what the configuration itself warns of
                 records[hold][name] = run_policy(name, policy, held, step_done)
-            notes += [f"{hold}, {name}: {w.message}" for w in caught if w.category is ControllerWarning]
+            notes += [
+                f"{name} with {hold} held, {f'at step {step}' if step else 'from the start'}: {warning.message}"
+                for step, warning in zip(steps_of_notes, caught, strict=True)
+                if warning.category is ControllerWarning
+            ]
         wall = min(float(record.continuous_seconds.sum()) for record in records[hold].values())
         rows[hold] = [summarise(record, wall) for record in records[hold].values()]
     return Comparison(dict(zip(config.candidates, rates, strict=True)), oracle, rows, records, notes)

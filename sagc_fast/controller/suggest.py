@@ -50,7 +50,7 @@ class Suggestion:
     rates: dict[int, float]
     """Straggler rate of every candidate at this tau."""
     shares: dict[int, float]
-    """How often each candidate would be played at this delta."""
+    """Steps of each candidate in the best mixture at this delta, which only hindsight knows."""
     step_seconds: float
     """Predicted, with this mixture, at equal prompts per step."""
     largest_step_seconds: float
@@ -58,8 +58,14 @@ class Suggestion:
     kept: float
     """Informative groups per step relative to the largest candidate."""
     replayed_rate: float
-    """Straggler rate of SAGC with the suggested values, run on the trace (its last three quarters)."""
+    """Straggler rate of SAGC with the suggested values, run on the trace (its last three quarters, as what follows)."""
     replayed_group_size: float
+    replayed_shares: dict[int, float]
+    """Steps that SAGC gave to each candidate."""
+    replayed_kept: float
+    """Informative groups per step of SAGC relative to the largest candidate."""
+    replayed_seconds: float
+    """Predicted, per step of SAGC."""
     clipped_ratio: float
     notes: list[str]
 
@@ -87,7 +93,8 @@ def suggest(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ControllerWarning)
         record = run_policy("sagc", SAGC(config), replace(scenario, process=process, tau=tau, hold="prompts"))
-    settled = len(record.straggler_rate) // 4
+    settled = slice(len(record.straggler_rate) // 4, None)
+    played = record.group_size[settled]
     return Suggestion(
         tau=tau,
         delta=delta,
@@ -96,8 +103,11 @@ def suggest(
         step_seconds=float(weights @ seconds),
         largest_step_seconds=float(seconds[-1]),
         kept=float(weights @ informative / informative[-1]),
-        replayed_rate=float(record.straggler_rate[settled:].mean()),
-        replayed_group_size=float(record.group_size[settled:].mean()),
+        replayed_rate=float(record.straggler_rate[settled].mean()),
+        replayed_group_size=float(played.mean()),
+        replayed_shares={size: float((played == size).mean().round(3)) for size in sizes},
+        replayed_kept=float(record.informative_groups[settled].mean() / (informative[-1] * scenario.num_prompts)),
+        replayed_seconds=float(record.continuous_seconds[settled].mean()),
         clipped_ratio=clipped,
         notes=_notes(process, sizes, tau, clipped),
     )

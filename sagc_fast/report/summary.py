@@ -277,10 +277,9 @@ def _reason_sentence(ours: RunSummary, theirs: RunSummary, name: str) -> str:
     if abs(math.log(tokens)) < TIE:
         return f"Both sampled about as many output tokens {counts}, so the difference is time per token."
     fewer = f"{percent(1 - 1 / tokens)} fewer" if tokens > 1 else f"{percent(1 / tokens - 1)} more"
-    return (
-        f"{name} sampled {fewer} output tokens {counts}: that alone is a factor of {tokens:.2f} in time,"
-        f" the time per token one of {ratio / tokens:.2f}."
-    )
+    per_token = tokens / ratio
+    pace = "about the same time" if abs(math.log(per_token)) < TIE else f"{per_token:.2f} times the time"
+    return f"{name} sampled {fewer} output tokens {counts}, each in {pace}."
 
 
 def _straggler_sentence(ours: RunSummary, theirs: RunSummary, name: str, other: str) -> str:

@@ -91,9 +91,9 @@ def load_scorer(target: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
     scorer = getattr(module, function_name, None)
     if not callable(scorer):
         near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], n=1)
-        hint = f"did you mean {near[0]}" if near else "define it at module level"
+        hint = f"did you mean {near[0]}?" if near else "define it at module level."
         what = "has no function" if scorer is None else "holds something that cannot be called under the name"
-        raise LoadError(f"Module {module_name!r} of the reward {target!r} {what} {function_name!r}; {hint}.")
+        raise LoadError(f"Module {module_name!r} of the reward {target!r} {what} {function_name!r}; {hint}")
     try:
         inspect.signature(scorer).bind("", None, **kwargs)
     except TypeError as error:

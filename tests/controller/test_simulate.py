@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 
 import numpy as np
@@ -191,6 +192,11 @@ def test_suggestions_tell_the_sizes_apart_and_are_kept_on_replay(tmp_path):
     assert found.kept >= 0.85
     assert found.step_seconds < found.largest_step_seconds
     assert found.replayed_rate == pytest.approx(found.delta, abs=0.05)
+    # The mean G need not be the mixture's: by the rates, other mixtures come close to the best one.
+    played = sum(size * share for size, share in found.replayed_shares.items())
+    assert found.replayed_group_size == pytest.approx(played, abs=0.02)
+    assert found.replayed_kept == pytest.approx(found.kept, abs=0.1)
+    assert found.replayed_seconds == pytest.approx(found.step_seconds, rel=0.15)
     assert found.notes == []
     small = read_trace(write_trace(tmp_path / "small.jsonl", group_size=4, cap=250))
     notes = suggest(small, (4, 8, 16), Scenario(small, steps=50)).notes
@@ -198,6 +204,15 @@ def test_suggestions_tell_the_sizes_apart_and_are_kept_on_replay(tmp_path):
     assert any("length cap" in note for note in notes)
     with pytest.raises(ConfigError, match="tells the candidates apart"):
         suggest(LengthProcess(sigma=0.01), (4, 8, 16), Scenario(LengthProcess(), steps=10))
+
+
+def test_warnings_name_the_policy_what_was_held_and_the_step():
+    found = compare(
+        SAGCConfig(delta=0.01), Scenario(LengthProcess(sigma=1.0), steps=40, num_prompts=8), ("fixed-4", "sagc")
+    )
+    assert len(found.notes) == 3
+    for hold, note in zip(("prompts", "completions", "tokens"), found.notes, strict=True):
+        assert re.match(rf"sagc with {hold} held, at step \d+: delta=0.01 is out of reach: even G=4", note)
 
 
 def test_rates_of_a_trace_count_every_recorded_step():
