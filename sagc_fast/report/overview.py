@@ -104,22 +104,37 @@ def warning_list(runs: Sequence[RunData]) -> str:
 
 
 def details(runs: Sequence[RunData]) -> str:
-    """Where the numbers come from: folders, software, and the settings that differ."""
-    heads = "".join(f'<th scope="col">{tag(run, i)} {escape(run.name)}</th>' for i, run in enumerate(runs))
-    versions = [_flatten(run.versions) for run in runs]
-    rows = [("folder", [escape(str(run.path)) for run in runs])]
-    for name in dict.fromkeys(name for found in versions for name in found):
-        rows.append((escape(name), [escape(str(found.get(name, "–"))) for found in versions]))
-    parts = [_table(heads, rows)]
+    """Where the numbers come from: software and machine, each run's folder and starts, and the settings that differ."""
+    found = [_flatten({k: v for k, v in run.versions.items() if k != "starts"}) for run in runs]
+    names = list(dict.fromkeys(name for versions in found for name in versions))
+    shared = [n for n in names if all(v.get(n, "–") == found[0].get(n, "–") for v in found)]
+    parts = [_facts([(name, found[0][name]) for name in shared])]
+    for i, run in enumerate(runs):
+        own = [(name, found[i].get(name, "–")) for name in names if name not in shared]
+        starts = [("started", f"{_clock(start.get('time'))}: {start.get('command', '–')}") for start in _starts(run)]
+        heading = f"<h3>{tag(run, i)} {escape(run.name)}</h3>" if len(runs) > 1 else ""
+        parts.append(heading + _facts([("folder", run.path), *own, *starts]))
     if len(runs) > 1:
         differing = _differing_settings(runs)
         said = "These settings differ." if differing else "The configurations are the same."
+        heads = "".join(f'<th scope="col">{tag(run, i)} {escape(run.name)}</th>' for i, run in enumerate(runs))
         parts.append(f"<h3>Configuration</h3><p>{said}</p>{_table(heads, differing) if differing else ''}")
     for run in runs:
         if run.config:
             summary = f"<summary>Configuration of {escape(run.name)}</summary>"
             parts.append(f'<details class="numbers">{summary}<pre>{escape(_dump(run.config))}</pre></details>')
     return "".join(parts)
+
+
+def _facts(pairs: Sequence[tuple[str, Any]]) -> str:
+    """Names and values below each other; long values break and nothing runs out of a narrow screen."""
+    body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in pairs)
+    return f'<dl class="facts">{body}</dl>' if pairs else ""
+
+
+def _clock(time: Any) -> str:
+    """A start's ISO time without its T and its offset from UTC, which is 0."""
+    return f"{str(time)[:19].replace('T', ' ')} UTC" if time else "at an unknown time"
 
 
 def context_line(runs: Sequence[RunData]) -> str:
@@ -130,7 +145,7 @@ def context_line(runs: Sequence[RunData]) -> str:
         values = {str(found.get(name, "")) for found in versions}
         return values.pop() if len(values) == 1 else ""
 
-    days = {str(start.get("time", ""))[:10] for found in versions for start in _records(found.get("starts"))}
+    days = {str(start.get("time", ""))[:10] for run in runs for start in _starts(run)}
     parts = [
         shared("cpu"),
         shared("cores") and f"{shared('cores')} cores",
@@ -141,7 +156,8 @@ def context_line(runs: Sequence[RunData]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _records(value: Any) -> list[dict[str, Any]]:
+def _starts(run: RunData) -> list[dict[str, Any]]:
+    value = run.versions.get("starts")
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
@@ -156,7 +172,7 @@ def _table(heads: str, rows: Sequence[tuple[str, Sequence[str]]], css: str = "")
 
 def _differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     flat = [_flatten(run.config) for run in runs]
-    names = dict.fromkeys(name for settings in flat for name in settings)
+    names = dict.fromkeys(name for settings in flat for name in settings if name != "run_dir")  # shown as the folder
     found = []
     for name in names:
         values = [settings.get(name, "–") for settings in flat]

@@ -255,8 +255,8 @@ def _time_sentence(ours: RunSummary, theirs: RunSummary, name: str, other: str) 
         more = theirs.cpu_seconds / ours.cpu_seconds
         return (
             f"{other} took {more:.2f} times the CPU seconds of {name} for {steps(ours.num_steps)} of training"
-            f" ({theirs.cpu_seconds:.1f} against {ours.cpu_seconds:.1f}); the clock says otherwise"
-            f" ({duration(theirs.seconds)} against {duration(ours.seconds)}) because other work kept the machine busy."
+            f" ({theirs.cpu_seconds:.1f} against {ours.cpu_seconds:.1f}); by the clock"
+            f" {duration(theirs.seconds)} against {duration(ours.seconds)}, but other work kept the machine busy."
         )
     times = f"({duration(ours.seconds)} against {duration(theirs.seconds)} of training)"
     if abs(math.log(ratio)) < TIE:

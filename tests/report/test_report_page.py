@@ -221,4 +221,7 @@ def test_header_names_what_all_runs_share(make_run, tmp_path):
         (run / "versions.json").write_text(json.dumps(shared | {"starts": [start]}), encoding="utf-8")
     page = _report(runs, tmp_path / "report.html")
     assert "<p>Some CPU · 2 cores · torch 2.13.0 · commit 0123456789 · 2026-12-01 and 2026-12-02</p>" in page
-    assert '<th scope="row">starts.0.command</th>' in page
+    details = re.search(r'<section id="details".*?</section>', page, re.S)[0]
+    assert details.count("<dt>commit</dt><dd>0123456789abcdef</dd>") == 1  # once for all
+    for day in ("01", "02"):
+        assert f"<dt>started</dt><dd>2026-12-{day} 10:00:00 UTC: sagc-fast train</dd>" in details
