@@ -148,7 +148,7 @@ def context_line(runs: Sequence[RunData]) -> str:
     days = {str(start.get("time", ""))[:10] for run in runs for start in _starts(run)}
     parts = [
         shared("cpu"),
-        shared("cores") and f"{shared('cores')} cores",
+        shared("cores") and f"{shared('cores')} core{'s' * (shared('cores') != '1')}",
         shared("torch") and f"torch {shared('torch')}",
         shared("commit") and f"commit {shared('commit')[:10]}",
         " and ".join(sorted(days)) if len(days) < 3 else f"{min(days)} to {max(days)}",

@@ -181,9 +181,11 @@ def single_sentences(run: RunData) -> list[str]:
             f" {steps(whole.num_steps)}{took}."
         )
     elif whole.reward_first is not None:
+        course = f"went from {compact(whole.reward_first)} to {compact(whole.reward_last)} (first and last tenth)"
+        reward = f"was {compact(whole.reward_last)}" if whole.num_steps == 1 else course
         sentences.append(
-            f"{name} took {steps(whole.num_steps)}{took}; its mean reward went from {compact(whole.reward_first)} to"
-            f" {compact(whole.reward_last)} (first and last tenth). It holds no pair of held-out evaluations."
+            f"{name} took {steps(whole.num_steps)}{took}; its mean reward {reward}. It holds no pair of held-out"
+            " evaluations."
         )
     if whole.straggler_rate is not None:
         goal = f", against a goal of {percent(whole.delta)}" if whole.has_goal else ""
