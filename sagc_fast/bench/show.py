@@ -42,8 +42,9 @@ def show_record(screen: Console, record: dict[str, Any]) -> None:
 def machine_line(record: dict[str, Any]) -> str:
     machine, versions = record["machine"], record["machine"]["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("torch", "sagc_fast"))
+    cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"
     return (
-        f"{machine['cpu']} ({', '.join(machine['features']) or 'no vector extensions'}), {machine['cores']} core{'s' * (machine['cores'] != 1)}, "
+        f"{machine['cpu']} ({', '.join(machine['features']) or 'no vector extensions'}), {cores}, "
         f"{machine['threads']} used, load {machine['load']:g}, {machine['memory_gb']:g} GB, "
         f"Python {machine['python']}, {packages}, commit {record['commit'] or 'unknown'}, "
         f"{record['time'][:16].replace('T', ' ')} UTC"
