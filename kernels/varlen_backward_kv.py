@@ -104,8 +104,8 @@ CONFIGS = {
 """By padded head width; the first of each is what interpreter and ahead-of-time compilation use."""
 FP32_CONFIGS = {
     32: _config(32, 32, 4, 1),
-    64: _config(32, 32, 4, 1),
-    128: _config(32, 32, 8, 1),
+    64: _config(32, 32, 8, 1),
+    128: _config(16, 32, 8, 1),
     256: _config(16, 32, 8, 1),
 }
 """The same for fp32, whose exact products run without tensor cores: larger tiles keep their operands in registers,

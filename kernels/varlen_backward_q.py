@@ -115,9 +115,9 @@ CONFIGS = {
 """By padded head width; the first of each is what interpreter and ahead-of-time compilation use."""
 FP32_CONFIGS = {
     32: _config(32, 32, 4, 1),
-    64: _config(32, 32, 4, 1),
-    128: _config(32, 32, 8, 1),
-    256: _config(16, 32, 8, 1),
+    64: _config(32, 32, 8, 1),
+    128: _config(16, 32, 8, 1),
+    256: _config(16, 16, 8, 1),
 }
 """The same for fp32, whose exact products run without tensor cores: larger tiles keep their operands in registers,
 spill by the thousand, or exceed shared memory."""

@@ -127,7 +127,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         from sagc_fast.kernels.token_logprobs_backward import token_logprobs_backward
         from sagc_fast.ops.triton_ops import HeadGradients
 
-        logp_N, entropy_N, lse_N, loss_N = torch.empty(4, len(targets_N), device=hidden_NE.device).unbind()
+        # Four tensors, not rows of one: rows are aligned as their length has it, and kernels are compiled by alignment.
+        logp_N, entropy_N, lse_N, loss_N = (torch.empty(len(targets_N), device=hidden_NE.device) for _ in "pels")
         figures = torch.empty(len(FIGURES), len(targets_N), device=hidden_NE.device)
         gradients = HeadGradients(hidden_NE, lm_head_VE, *ctx.needs_input_grad[:2])
         for start in range(0, len(targets_N), chunk):
