@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
 import shutil
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +145,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises nearly anything for a damaged file
         raise ModelLoadError(f"The tokenizer in {folder} does not load: {_one_line(error)}.") from error
+    _return_freed_memory()
     if (folder / "config.json").exists():
         vocab_size = _read_json(folder / "config.json").get("vocab_size")
         if isinstance(vocab_size, int) and len(tokenizer) > vocab_size:
@@ -151,6 +154,15 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
                 "use the tokenizer the model was trained with."
             )
     return tokenizer
+
+
+def _return_freed_memory() -> None:
+    """Give freed heap back to the system. Parsing a vocabulary of 49,152 leaves 30 MB of it behind, in pieces that
+    glibc keeps until it is asked and that tensors, which are mapped apart, never use again."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: str = "fp32") -> Transformer:

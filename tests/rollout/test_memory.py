@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,41 @@ def test_the_peak_is_weights_and_the_kv_budget_and_300_mb(shape: str, dtype: str
     print(shape, dtype, {name: round(value / 1e6, 1) for name, value in figures.items()})
     assert 0.6 * budget < figures["kv_used"] <= budget
     assert figures["peak"] <= figures["weights"] + budget + 300e6
+
+
+TOKENIZER_PROGRAM = """
+import ctypes, itertools, json, string, sys
+from pathlib import Path
+from sagc_fast.model.loader import load_tokenizer
+
+folder = Path(sys.argv[1])
+texts = list(string.ascii_lowercase)
+merges = [(a, b) for a, b in itertools.product(texts, texts)]
+merges += [(a + b, c) for (a, b), c in itertools.product(merges, texts)]
+merges += [(a + b, c) for (a, b), c in itertools.product(merges[676:1876], texts)]
+texts += [a + b for a, b in merges]
+model = {"type": "BPE", "vocab": {text: index for index, text in enumerate(texts)}, "merges": merges}
+(folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+(folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+del texts, merges, model
+libc = ctypes.CDLL(None)
+libc.malloc_trim(0)  # what making the vocabulary left behind
+
+def resident_mb():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+
+tokenizer = load_tokenizer(folder)
+before = resident_mb()
+libc.malloc_trim(0)
+print(len(tokenizer), before - resident_mb())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_loaded_tokenizer_leaves_no_freed_memory_behind(tmp_path: Path) -> None:
+    """What stays is part of the peak of every rollout of this process."""
+    command = [sys.executable, "-c", TOKENIZER_PROGRAM, str(tmp_path)]
+    size, returned_mb = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert int(size) == 26 + 26**2 + 26**3 + 1200 * 26
+    assert float(returned_mb) < 5
