@@ -1,10 +1,12 @@
 """What speculative decoding of the last rows brings: the same rollout with and without it, alternating.
 
-usage: python bench/bench_speculation.py [addition] [code] [random] [tiny-random] [--mode auto] [--repeat 5]
+usage: python bench/bench_speculation.py [addition] [code] [workings] [rewriting] [random] [tiny-random] [--mode auto] [--repeat 5]
                                          [--code-model models/SmolLM2-135M-Instruct] [--dtype fp32]
 
 addition     the policy shipped with the package: workings that repeat themselves, 16 sums x 16, temperature 1
 code         a chat model that edits functions, 4 requests x 4, temperature 0.7 (needs ``sagc-fast fetch smollm2``)
+workings     that model works sums of 6 to 16 terms after two examples, 8 x 4, at most 384 tokens, ``--temperature``
+rewriting    it adds type hints and usage examples to the functions, 7 x 4, likewise: one to three stragglers at the end
 random       an untrained 8M-parameter Llama: text without any pattern, 8 prompts x 16, forced lognormal lengths
 tiny-random  the same of the addition policy's size, where a step is cheapest and every microsecond of the host shows
 
@@ -26,6 +28,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,11 +81,12 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="default: all but code")
+    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="default: those without a chat model")
     parser.add_argument("--mode", choices=("auto", "fixed"), default="auto")
     parser.add_argument("--repeat", type=int, default=5, help="pairs of rollouts, each pair with its own seed")
     parser.add_argument("--recall", type=float, default=0.0, metavar="MB", help="draft_recall_mb of the engine")
     parser.add_argument("--code-model", default="models/SmolLM2-135M-Instruct", metavar="DIR")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of workings and rewriting", metavar="T")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -201,6 +205,55 @@ def code(args: argparse.Namespace) -> Workload:
     return Workload(load_model(args.code_model, dtype=args.dtype), tokenizer, prompts, 4, params)
 
 
+def workings(args: argparse.Namespace) -> Workload:
+    tokenizer = load_tokenizer(args.code_model)
+    rng = random.Random(0)
+    shown = "\n\n".join(_sum_with_workings([rng.randint(10, 99) for _ in range(6)]) for _ in range(2))
+    prompts = [
+        tokenizer.encode(f"{shown}\n\n{_sum([rng.randint(10, 99) for _ in range(rng.randint(6, 16))])}\n")
+        for _ in range(8)
+    ]
+    params = lambda seed: SamplingParams(  # noqa: E731
+        max_new_tokens=384, seed=seed, temperature=args.temperature, stop=("\n\n",)
+    )
+    return Workload(load_model(args.code_model, dtype=args.dtype), tokenizer, prompts, 4, params)
+
+
+def _sum(terms: list[int]) -> str:
+    return "Problem: " + " + ".join(map(str, terms))
+
+
+def _sum_with_workings(terms: list[int]) -> str:
+    """A sum worked out with running totals, a line each, and what is left."""
+    lines, total = [_sum(terms)], terms[0]
+    for index, term in enumerate(terms[1:], start=1):
+        left = "".join(f" + {later}" for later in terms[index + 1 :])
+        lines.append(f"{total} + {term}{left} = {total + term}{left}")
+        total += term
+    return "\n".join((*lines, f"Answer: {total}"))
+
+
+def rewriting(args: argparse.Namespace) -> Workload:
+    tokenizer = load_tokenizer(args.code_model)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [
+                {
+                    "role": "user",
+                    "content": "Rewrite this Python code with type hints and a usage example for each function. "
+                    f"Answer with the whole code only.\n\n{text}",
+                }
+            ],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        for text in (*FUNCTIONS, *("\n\n".join(pair) for pair in pairwise(FUNCTIONS)))
+    ]
+    params = lambda seed: SamplingParams(max_new_tokens=384, seed=seed, temperature=args.temperature)  # noqa: E731
+    return Workload(load_model(args.code_model, dtype=args.dtype), tokenizer, prompts, 4, params)
+
+
 def untrained(args: argparse.Namespace, vocab: int, width: int, hidden: int, layers: int, heads: int) -> Workload:
     config = ModelConfig(
         family="llama",
@@ -235,6 +288,8 @@ def _length(rng: random.Random) -> int:
 WORKLOADS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "addition": addition,
     "code": code,
+    "workings": workings,
+    "rewriting": rewriting,
     "random": lambda args: untrained(args, 4096, 288, 768, 6, 6),
     "tiny-random": lambda args: untrained(args, 64, 64, 176, 2, 4),
 }
