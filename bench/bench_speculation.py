@@ -1,7 +1,8 @@
 """What speculative decoding of the last rows brings: the same rollout with and without it, alternating.
 
-usage: python bench/bench_speculation.py [addition] [code] [workings] [rewriting] [random] [tiny-random] [--mode auto] [--repeat 5]
-                                         [--code-model models/SmolLM2-135M-Instruct] [--dtype fp32]
+usage: python bench/bench_speculation.py [addition] [code] [workings] [rewriting] [random] [tiny-random]
+                                         [--mode auto] [--repeat 5] [--temperature 0.7] [--dtype fp32]
+                                         [--code-model models/SmolLM2-135M-Instruct]
 
 addition     the policy shipped with the package: workings that repeat themselves, 16 sums x 16, temperature 1
 code         a chat model that edits functions, 4 requests x 4, temperature 0.7 (needs ``sagc-fast fetch smollm2``)
