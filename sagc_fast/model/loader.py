@@ -22,7 +22,7 @@ from sagc_fast.model.transformer import Transformer
 from sagc_fast.model.weights import WeightSlot, weight_slots
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
@@ -141,8 +141,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             f"Model folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer files "
             "of the original model into it, or pass token ids and no text."
         )
+    hint = _class_hint(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, config=hint)
     except Exception as error:  # the library raises nearly anything for a damaged file
         raise ModelLoadError(f"The tokenizer in {folder} does not load: {_one_line(error)}.") from error
     _return_freed_memory()
@@ -154,6 +155,21 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
                 "use the tokenizer the model was trained with."
             )
     return tokenizer
+
+
+def _class_hint(folder: Path) -> PreTrainedConfig | None:
+    """What AutoTokenizer reads of a model's configuration when the tokenizer names its own class; else None, and it
+    reads the whole. A model's full configuration class imports torch.distributed and sympy, 52 MB that stay."""
+    from transformers import PreTrainedConfig
+
+    if not all((folder / name).exists() for name in ("config.json", "tokenizer_config.json")):
+        return None
+    model, tokenizer = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
+    if not tokenizer.get("tokenizer_class") or "auto_map" in tokenizer or "auto_map" in model:
+        return None
+    config = PreTrainedConfig(name_or_path=str(folder))
+    config.model_type = model.get("model_type", "")
+    return config
 
 
 def _return_freed_memory() -> None:
