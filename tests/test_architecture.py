@@ -33,8 +33,8 @@ ALLOWED = {
     "algo": {"errors", "types", "ops", "profiling"},
     "tasks": {"errors", "types"},
     "report": {"errors"},
-    "train": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "report"}
-    | {"profiling"},
+    "train": {"errors", "types", "config", "config_parsing", "controller", "algo", "tasks", "ops", "model", "rollout"}
+    | {"report", "profiling"},
     "eval": {"errors", "types", "tasks", "model", "rollout"},
     "integrations": {"errors", "types", "controller"},
     "bench": {"errors", "types", "config", "controller", "algo", "tasks", "ops", "model", "rollout", "train"},

@@ -174,13 +174,14 @@ def read_stored(path: Path) -> TrainConfig:
 
 
 def _check_whole(path: Path, config: TrainConfig) -> None:
-    """Raises ConfigError for a file without its last line that lacks options. (With it, options that are missing are
-    those of another version.)"""
+    """Raises ConfigError for a file without its last line that lacks all options from some place on. (Options that are
+    missing in the middle, or from a file with its last line, are those of another version.)"""
     if path.read_text(encoding="utf-8").endswith(END):
         return
     stored = {name for name, _ in leaves(read_yaml(path))}
-    missing = [name for name, _ in leaves(config.to_dict()) if name not in stored]
-    if missing:
+    names = [name for name, _ in leaves(config.to_dict())]
+    missing = [name for name in names if name not in stored]
+    if missing and missing == names[names.index(missing[0]) :]:
         raise ConfigError(f"it ends early: {missing[0]} and what follows are missing")
 
 

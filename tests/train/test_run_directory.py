@@ -86,6 +86,10 @@ def test_a_configuration_cut_at_the_end_of_a_line_is_not_another_configuration(t
     assert read_stored(path) == config
     path.write_text("".join(lines[:-2] + lines[-1:]))  # another version's, without the last option
     read_stored(path)
+    older = [line for line in lines[:-1] if not line.lstrip().startswith("graphs:")]
+    path.write_text("".join(older))  # a version's that knew neither the mark nor an option in the middle
+    assert len(older) == len(lines) - 2
+    assert read_stored(path) == config
 
 
 def test_resuming_nothing_starts_anew(tiny):
