@@ -104,6 +104,32 @@ Decoder::Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_
   }
   kept_ = std::move(weights);
   kept_.insert(kept_.end(), caches.begin(), caches.end());
+  pack_weights();
+}
+
+// Once for all steps of the call: the layouts that the kernels prefer.
+void Decoder::pack_weights() {
+  constexpr int64_t kLine = 64;
+  packed_for_ = &kernels();
+  std::vector<Matrix*> matrices{&head_};
+  for (Layer& layer : layers_) matrices.insert(matrices.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+  std::vector<int64_t> begins;
+  int64_t bytes = 0;
+  for (const Matrix* m : matrices) {
+    begins.push_back(bytes);
+    bytes += (packed_for_->linear_packed_bytes(product(*m)) + kLine - 1) / kLine * kLine;
+  }
+  if (bytes == 0) return;
+  char* packed = packed_weights_.get(bytes);
+  begins.push_back(bytes);
+  const int64_t count = static_cast<int64_t>(matrices.size());
+  parallel(count, static_cast<double>(bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      if (begins[i] == begins[i + 1]) continue;
+      packed_for_->linear_pack_weight(product(*matrices[i]), packed + begins[i]);
+      matrices[i]->packed = packed + begins[i];
+    }
+  });
 }
 
 const int64_t* int64_row(const Tensor& t, const char* name) {
@@ -193,7 +219,7 @@ void Decoder::embed(const Step& step) {
 void Decoder::project_and_cache(const Layer& layer, const Step& step, int64_t begin, int64_t rows) {
   const int64_t width = (H_ + 2 * K_) * D_;
   char* qkv = qkv_.get(rows * width * item_);
-  multiply(layer.qkv, row(x_, begin, E_), qkv, rows, packed_);
+  multiply(layer.qkv, row(x_, begin, E_), qkv, rows);
   RopeArgs args{};
   args.q = qkv, args.k = qkv + H_ * D_ * item_, args.v = qkv + (H_ + K_) * D_ * item_;
   args.q_stride = args.k_stride = args.v_stride = width;
@@ -242,21 +268,28 @@ void Decoder::pick_wanted(const Step& step) {
 void Decoder::feed_forward(const Layer& layer, const void* next_norm, int64_t begin, int64_t rows, void* out) {
   char *delta = delta_.get(rows * E_ * item_), *normed = normed_.get(rows * E_ * item_), *residual = row(residual_, begin, E_);
   char *gate_up = gate_up_.get(rows * 2 * F_ * item_), *active = active_.get(rows * F_ * item_);
-  multiply(layer.o, row(attended_, begin, H_ * D_), delta, rows, packed_);
+  multiply(layer.o, row(attended_, begin, H_ * D_), delta, rows);
   norm(delta, layer.post_norm, normed, residual, rows);
-  multiply(layer.gate_up, normed, gate_up, rows, packed_);
+  multiply(layer.gate_up, normed, gate_up, rows);
   run_silu_mul({gate_up, active, F_, dtype_}, rows);
-  multiply(layer.down, active, delta, rows, packed_);
+  multiply(layer.down, active, delta, rows);
   norm(delta, next_norm, out, residual, rows);
 }
 
-void Decoder::multiply(const Matrix& m, const void* x, void* y, int64_t rows, Scratch& packed) {
+LinearArgs Decoder::product(const Matrix& m) const {
   LinearArgs args{};
-  args.x = x, args.weight = m.weight, args.bias = m.bias, args.y = y;
+  args.weight = m.weight, args.bias = m.bias;
   args.x_stride = args.weight_stride = m.columns, args.y_stride = m.rows;
-  args.M = rows, args.N = m.rows, args.K = m.columns;
+  args.N = m.rows, args.K = m.columns;
   args.x_dtype = args.weight_dtype = args.y_dtype = dtype_;
-  args.scratch = packed.get(kernels().linear_scratch(args));
+  return args;
+}
+
+void Decoder::multiply(const Matrix& m, const void* x, void* y, int64_t rows) {
+  LinearArgs args = product(m);
+  args.x = x, args.y = y, args.M = rows;
+  args.packed_weight = &kernels() == packed_for_ ? m.packed : nullptr;  // the instruction set may have been changed since
+  args.scratch = converted_.get(kernels().linear_scratch(args));
   run_linear(args);
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "kernels.h"
 #include "torch_util.h"
 
 namespace sagc {
@@ -52,6 +53,7 @@ struct Matrix {
   const void* weight = nullptr;  // [rows, columns]
   const void* bias = nullptr;    // [rows] or null
   int64_t rows = 0, columns = 0;
+  const void* packed = nullptr;  // the weight in the layout of packed_for_, where that has one for it
 };
 
 struct Layer {
@@ -109,6 +111,7 @@ class Decoder {
   // What the steps of one call of `steps` keep between them.
   struct Burst;
 
+  void pack_weights();
   void run(Step& step, int64_t num_angles, char* hidden);
   double draw(const Draw& d);  // returns the seconds in the language-model head
   void gather(Burst& b, const int64_t* slots, int64_t most_steps) const;
@@ -119,7 +122,8 @@ class Decoder {
   void attend(const Layer& layer, const Step& step);
   void pick_wanted(const Step& step);
   void feed_forward(const Layer& layer, const void* next_norm, int64_t begin, int64_t rows, void* out);
-  void multiply(const Matrix& m, const void* x, void* y, int64_t rows, Scratch& packed);
+  LinearArgs product(const Matrix& m) const;
+  void multiply(const Matrix& m, const void* x, void* y, int64_t rows);
   void norm(const void* x, const void* weight, void* y, void* residual, int64_t rows) const;
 
   char* row(Scratch& scratch, int64_t t, int64_t width) const { return scratch.get(0) + t * width * item_; }
@@ -141,7 +145,9 @@ class Decoder {
   Scratch positions_, slots_;               // [T] int64
   Scratch residual_, x_, q_, attended_;     // [T, E], [T, E], [T, H D], [T, H D]
   Scratch qkv_, delta_, normed_, gate_up_, active_;  // of a slice of rows; the logits of some rows lie in gate_up_
-  Scratch packed_, widened_, hidden_;
+  Scratch converted_, widened_, hidden_;
+  Scratch packed_weights_;
+  const KernelTable* packed_for_ = nullptr;
   Rows rows_{};  // capacity 0: none are bound
 };
 

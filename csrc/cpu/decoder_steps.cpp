@@ -76,7 +76,7 @@ double Decoder::draw(const Draw& d) {
     const int64_t last = std::lower_bound(source + first, source + R, u + rows) - source;
     char* logits = gate_up_.get(rows * V_ * item_);
     const Stopwatch watch;
-    multiply(head_, d.hidden + u * E_ * item_, logits, rows, packed_);
+    multiply(head_, d.hidden + u * E_ * item_, logits, rows);
     head_seconds += watch.seconds();
     const double flops = 2 * kFlopsPerElement * static_cast<double>((last - first) * V_);
     parallel_workers(last - first, flops, [&](int worker, int64_t begin, int64_t end) {

@@ -27,9 +27,13 @@ enum class Dtype { kFloat32, kBFloat16, kFloat16 };  // kFloat16 only for the KV
 //
 // In three steps: scratch of linear_scratch bytes (64-byte aligned; none when that is 0), linear_pack over all M rows of x,
 // linear over all linear_items. run_linear (linear_run.h) does all of it.
+//
+// Some weights multiply faster in another layout, which depends on the table. Who uses one often gives linear_pack_weight
+// linear_packed_bytes (none: the layout is as good as any) and passes the result as packed_weight; the bits are the same.
 struct LinearArgs {
   const void* x;
   const void* weight;
+  const void* packed_weight;  // by the linear_pack_weight of the same table, or null
   const void* bias;  // may be null
   void* y;
   void* scratch;                              // x in the form that the kernel reads
@@ -116,6 +120,8 @@ struct SampleArgs {
 
 struct KernelTable {
   const char* name;
+  int64_t (*linear_packed_bytes)(const LinearArgs&);
+  void (*linear_pack_weight)(const LinearArgs&, void* out);            // 64-byte aligned
   int64_t (*linear_scratch)(const LinearArgs&);                        // bytes
   void (*linear_pack)(const LinearArgs&, int64_t begin, int64_t end);  // rows of x into the scratch, if there is any
   int64_t (*linear_items)(const LinearArgs&);

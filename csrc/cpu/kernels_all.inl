@@ -18,5 +18,5 @@
    logits_stats,   logits_grad}
 
 #define SAGC_KERNEL_TABLE(name)                                                                                       \
-  { name, linear_scratch, linear_pack, linear_items, linear, rms_norm, silu_mul, rope_and_cache, attention, sample, \
-    SAGC_TRAINING_KERNELS }
+  { name,     linear_packed_bytes, linear_pack_weight, linear_scratch, linear_pack, linear_items, linear, rms_norm, \
+    silu_mul, rope_and_cache,      attention,          sample,         SAGC_TRAINING_KERNELS }

@@ -3,7 +3,7 @@
 // The columns of y are cut into panels of 16 or 32 weight rows, the rows of y into blocks whose x stays in the L2 cache; one panel
 // of one block is a work item. Within an item k is cut into ranges (a function of K alone) such that the panel's slice stays
 // in the L1 cache while all rows of the block pass by. An output is the sum, in ascending order of the ranges, of one dot
-// product per range, plus the bias: the same for every M, panel position and thread.
+// product per range, plus the bias: the same for every M, panel position and thread. In bf16 with short K, linear_short.inl serves.
 #pragma once
 
 namespace {
@@ -47,10 +47,10 @@ int64_t range_size(int64_t K) {
 // arrive while there is still arithmetic to do.
 struct Prefetch {
   const char *at = nullptr, *end = nullptr;
-  int64_t lines_per_tile = 0;
+  int64_t lines_at_once = 0;
 
   void advance() {
-    const char* stop = at + lines_per_tile * 64;
+    const char* stop = at + lines_at_once * 64;
     stop = stop < end ? stop : end;
     for (; at < stop; at += 64) __builtin_prefetch(at, 0, 2);
   }
@@ -66,7 +66,7 @@ Prefetch prefetch_panel(const LinearArgs& a, int64_t column, int64_t rows) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows * (most / 4) * ((a.K + range - 1) / range);
   p.at = static_cast<const char*>(a.weight) + column * a.K * int64_t{sizeof(W)};
   p.end = p.at + columns * a.K * int64_t{sizeof(W)};
-  p.lines_per_tile = ((p.end - p.at) / 64 + tiles - 1) / tiles;
+  p.lines_at_once = ((p.end - p.at) / 64 + tiles - 1) / tiles;
   return p;
 }
 
@@ -229,8 +229,31 @@ void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+}  // namespace
+
+#ifdef SAGC_BF16_DOT
+#include "linear_short.inl"
+#endif
+
+// The functions of the table.
+namespace {
+
+int64_t linear_packed_bytes(const LinearArgs& a) {
+#ifdef SAGC_BF16_DOT
+  if (is_short(a)) return (a.N + kLanePanel - 1) / kLanePanel * kLanePanel * a.K * int64_t{sizeof(bf16_t)};
+#endif
+  return 0;
+}
+
+void linear_pack_weight(const LinearArgs& a, void* out) {
+#ifdef SAGC_BF16_DOT
+  for (int64_t c = 0; c < a.N; c += kLanePanel) lay_out_panel(a, c, static_cast<bf16_t*>(out) + c * a.K);
+#endif
+}
+
 int64_t linear_items(const LinearArgs& a) {
 #ifdef SAGC_BF16_DOT
+  if (is_short(a)) return short_items(a);
   if (meets_in_bf16(a)) return product_items<Bf16Product>(a);
 #endif
   return product_items<Product<FloatDot, float, float>>(a);
@@ -238,6 +261,7 @@ int64_t linear_items(const LinearArgs& a) {
 
 void linear(const LinearArgs& a, int64_t begin, int64_t end) {
 #ifdef SAGC_BF16_DOT
+  if (is_short(a)) return short_range(a, begin, end);
   if (meets_in_bf16(a)) return linear_range<Bf16Product>(a, a.x, a.x_stride, begin, end);
 #endif
   const bool packed = linear_scratch(a) > 0;
