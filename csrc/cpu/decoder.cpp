@@ -1,8 +1,9 @@
 // An engine step without a tensor or a call per operation.
 //
 // A decoder is a handle on the weights and the KV cache of one generate call. It holds references to their tensors, so that
-// in-place updates need nothing and memory cannot go away under it. Each operation is the kernel that the operator of the
-// same name runs, over the same values, so the bits are those of the path operator by operator.
+// memory cannot go away under it. Weights that multiply faster in another layout are laid out when it is made, hence once
+// per call, whatever the optimizer did before. Each operation is the kernel that the operator of the same name runs, over
+// the same values, so the bits are those of the path operator by operator.
 //
 // Scratch memory belongs to the handle. All that is kept for the whole step is the residual stream, the normalised input of
 // the next product, q and the attention's output; products work on slices of rows, whose intermediates stay in the L2 cache

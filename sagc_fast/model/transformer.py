@@ -144,7 +144,7 @@ class Transformer(nn.Module):
 
     def decoder(self, kv: KVLayers) -> ops.Decoder | None:
         """The whole step of :meth:`forward_paged` and the draw as native code, bound to these weights and this cache;
-        None where there is no such code. Valid while no weight is replaced (in-place updates are fine)."""
+        None where there is no such code. Valid while no weight changes: make one per call."""
         layers = range(self.config.num_layers)
         if not ops.has_decoder(self.device.type, self.dtype, kv.k(0).dtype):
             return None

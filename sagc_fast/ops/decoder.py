@@ -80,8 +80,9 @@ class BoundRows:
 
 
 class Decoder:
-    """Holds the tensors it was made of, so in-place updates of the weights need nothing; a tensor that *replaces* one
-    is not seen. Make one per ``generate`` call: it costs some microseconds. Scratch memory goes with the object."""
+    """Holds the tensors it was made of, and a second layout of some weights: no weight may change while it lives. Make
+    one per ``generate`` call; it costs some microseconds, or a millisecond per 10 MB that are laid out. Scratch memory
+    goes with the object."""
 
     def __init__(self, weights: DecoderWeights, caches: Sequence[torch.Tensor]) -> None:
         """``caches``: key and value cache of each layer in turn, [num_blocks, kv heads, block_size, D]."""

@@ -68,17 +68,34 @@ def test_same_bits_as_operator_by_operator(
                 assert all(torch.equal(*pair) for pair in zip(drawn, expected, strict=True))
 
 
-def test_updates_in_place_are_seen(folders: dict[str, Path], bare_cache: Any) -> None:
-    model = load_model(folders["qwen2-biases"])
-    cache = bare_cache(model.config)
-    decoder, layout, ids = model.decoder(cache), cache.append({"a": 5}), torch.arange(5)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_next_decoder_sees_updates_in_place(folders: dict[str, Path], bare_cache: Any, dtype: str) -> None:
+    model = load_model(folders["qwen2-biases"], dtype=dtype)
+    cache = bare_cache(model.config, dtype=model.dtype)
+    layout, ids = cache.append({"a": 5}), torch.arange(5)
+    before = model.decoder(cache).forward(ids, layout, *model.rope(5))
     with torch.no_grad():
-        before = decoder.forward(ids, layout, *model.rope(5))
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    after = decoder.forward(ids, layout, *model.rope(5))
+    after = model.decoder(cache).forward(ids, layout, *model.rope(5))
     assert not torch.equal(before, after)
     assert torch.equal(after, model.forward_paged(ids, layout, cache))
+
+
+def test_an_instruction_set_chosen_later_gives_its_own_bits(folders: dict[str, Path], bare_cache: Any) -> None:
+    """Weights that were laid out for one are read as they are by another."""
+    native = native_module()
+    assert native is not None
+    model, chosen = load_model(folders["llama"], dtype="bf16"), native.cpu_level()
+    cache = bare_cache(model.config, dtype=model.dtype)
+    decoder, layout, ids = model.decoder(cache), cache.append({"a": 70}), torch.arange(70)
+    try:
+        for level in native.cpu_levels():
+            native.set_cpu_level(level)
+            hidden = decoder.forward(ids, layout, *model.rope(70))
+            assert torch.equal(hidden, model.forward_paged(ids, layout, cache)), level
+    finally:
+        native.set_cpu_level(chosen)
 
 
 def test_bad_steps_are_errors(folders: dict[str, Path], bare_cache: Any) -> None:
