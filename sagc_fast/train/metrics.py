@@ -32,18 +32,18 @@ class MetricsWriter:
     Args:
         folder: the run directory.
         offsets: bytes of each file that stay (from :meth:`sync`); a file that is not named starts empty.
-        is_done: whether a record belongs to what the run has behind it; others among these bytes are left out.
         boards: where else the numbers are shown; closed with the files.
         what_remains: tells, when a file cannot be written, what the run can be continued from.
+        is_done: whether a record belongs to what the run has behind it; others among those bytes are left out.
     """
 
     def __init__(
         self,
         folder: Path,
         offsets: Mapping[str, int],
-        is_done: Callable[[Mapping[str, Any]], bool] = lambda record: True,
         boards: Sequence[Board] = (),
         what_remains: Callable[[], str] = lambda: "",
+        is_done: Callable[[Mapping[str, Any]], bool] = lambda record: True,
     ) -> None:
         self._folder, self._what_remains = folder, what_remains
         self._files = {}

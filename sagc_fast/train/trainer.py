@@ -288,9 +288,9 @@ class Trainer:
                     MetricsWriter(
                         Path(config.run_dir),
                         self.state.files,
-                        self.state.is_done,
                         open_boards(config, self.state.step),
                         self.store.what_remains,
+                        self.state.is_done,
                     )
                 )
                 self._say_where_we_are(checkpoint)

@@ -57,7 +57,7 @@ def test_what_an_older_checkpoint_has_not_seen_is_left_out_of_a_file_that_had_lo
     with MetricsWriter(tmp_path, {"metrics.jsonl": 1000}) as writer:
         writer.write("metrics.jsonl", {"event": "eval", "step": 3})
         writer.write("metrics.jsonl", {"step": 4})
-    with MetricsWriter(tmp_path, {"metrics.jsonl": 1000}, state.is_done) as writer:
+    with MetricsWriter(tmp_path, {"metrics.jsonl": 1000}, is_done=state.is_done) as writer:
         writer.write("metrics.jsonl", {"step": 4, "again": True})
     assert lines(path) == [{"step": 1}, {"step": 4, "again": True}]
     assert "2 lines of steps that are done again were left out" in caplog.text
