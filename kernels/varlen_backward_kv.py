@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sagc_fast.kernels._launch import LOG2E, autotuned, block_of
+from sagc_fast.kernels._launch import LOG2E, block_config, block_of, tuned_by_width
 
 TILE_KEYS = 128
 """Keys of a planned work item and rows of a slot; a kernel's own block divides it."""
@@ -91,32 +91,20 @@ def varlen_backward_kv_kernel(
         tl.store(slots_ptr + TILE * stride_ot + slot_offs_ND, acc_v_ND, mask=is_in_ND)
 
 
-def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> triton.Config:
-    return triton.Config({"BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=num_warps, num_stages=num_stages)
-
-
 CONFIGS = {
-    32: [_config(32, 64, 4, 3), _config(32, 128, 8, 2)],
-    64: [_config(32, 128, 8, 2), _config(32, 64, 4, 3)],
-    128: [_config(64, 64, 8, 2), _config(32, 64, 8, 2)],
-    256: [_config(32, 32, 8, 1)],
+    32: [block_config(32, 64, 4, 3), block_config(32, 128, 8, 2)],
+    64: [block_config(32, 128, 8, 2), block_config(32, 64, 4, 3)],
+    128: [block_config(64, 64, 8, 2), block_config(32, 64, 8, 2)],
+    256: [block_config(32, 32, 8, 1)],
 }
 """By padded head width; the first of each is what interpreter and ahead-of-time compilation use."""
 FP32_CONFIGS = {
-    32: _config(32, 32, 4, 1),
-    64: _config(32, 32, 8, 1),
-    128: _config(16, 32, 8, 1),
-    256: _config(16, 32, 8, 1),
+    32: block_config(32, 32, 4, 1),
+    64: block_config(32, 32, 8, 1),
+    128: block_config(16, 32, 8, 1),
+    256: block_config(16, 32, 8, 1),
 }
-"""The same for fp32, whose exact products run without tensor cores: larger tiles keep their operands in registers,
-spill by the thousand, or exceed shared memory."""
-_tuned = {
-    (width, is_fp32): autotuned([FP32_CONFIGS[width]] if is_fp32 else configs, ["GROUP", "D"])(
-        varlen_backward_kv_kernel
-    )
-    for width, configs in CONFIGS.items()
-    for is_fp32 in (False, True)
-}
+_tuned = tuned_by_width(varlen_backward_kv_kernel, CONFIGS, FP32_CONFIGS)
 
 
 def varlen_backward_kv(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sagc_fast.kernels._launch import LOG2E, autotuned, block_of
+from sagc_fast.kernels._launch import LOG2E, block_config, block_of, tuned_by_width
 
 TILE_ROWS = 128
 """Rows of a planned tile, as in varlen_forward."""
@@ -102,30 +102,20 @@ def varlen_backward_q_kernel(
     tl.store(grad_q_ptr + out_offs_MD, (acc_MD * scale).to(grad_q_ptr.dtype.element_ty), mask=is_in_MD)
 
 
-def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> triton.Config:
-    return triton.Config({"BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=num_warps, num_stages=num_stages)
-
-
 CONFIGS = {
-    32: [_config(64, 64, 4, 3), _config(128, 64, 8, 3)],
-    64: [_config(64, 64, 4, 3), _config(128, 64, 8, 3)],
-    128: [_config(64, 64, 8, 2), _config(64, 32, 4, 3)],
-    256: [_config(64, 32, 8, 2)],
+    32: [block_config(64, 64, 4, 3), block_config(128, 64, 8, 3)],
+    64: [block_config(64, 64, 4, 3), block_config(128, 64, 8, 3)],
+    128: [block_config(64, 64, 8, 2), block_config(64, 32, 4, 3)],
+    256: [block_config(64, 32, 8, 2)],
 }
 """By padded head width; the first of each is what interpreter and ahead-of-time compilation use."""
 FP32_CONFIGS = {
-    32: _config(32, 32, 4, 1),
-    64: _config(32, 32, 8, 1),
-    128: _config(16, 32, 8, 1),
-    256: _config(16, 16, 8, 1),
+    32: block_config(32, 32, 4, 1),
+    64: block_config(32, 32, 8, 1),
+    128: block_config(16, 32, 8, 1),
+    256: block_config(16, 16, 8, 1),
 }
-"""The same for fp32, whose exact products run without tensor cores: larger tiles keep their operands in registers,
-spill by the thousand, or exceed shared memory."""
-_tuned = {
-    (width, is_fp32): autotuned([FP32_CONFIGS[width]] if is_fp32 else configs, ["GROUP", "D"])(varlen_backward_q_kernel)
-    for width, configs in CONFIGS.items()
-    for is_fp32 in (False, True)
-}
+_tuned = tuned_by_width(varlen_backward_q_kernel, CONFIGS, FP32_CONFIGS)
 
 
 def varlen_backward_q(
