@@ -60,6 +60,9 @@ def load_config(args: argparse.Namespace):
 
     overrides = list(args.overrides)
     if args.run_dir is not None:
+        other = [text for text in overrides if text.startswith("run_dir=")]
+        if other:
+            raise ConfigError(f"--run-dir {args.run_dir} and {other[-1]} both name the run's folder; give one of them.")
         overrides.append(f"run_dir={json.dumps(args.run_dir)}")
     if args.config is not None:
         return TrainConfig.from_yaml(args.config, overrides)

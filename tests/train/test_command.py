@@ -36,6 +36,12 @@ def test_train_then_resume_and_grow(policy, tmp_path, capsys):
     assert "seed (3 -> 8)" in capsys.readouterr().err
 
 
+def test_two_names_of_the_runs_folder_are_refused(policy, tmp_path, capsys):
+    run_dir = str(tmp_path / "run")
+    assert main(["train", "--config", config_file(policy, tmp_path), "--run-dir", run_dir, "run_dir=other"]) == 2
+    assert f"--run-dir {run_dir} and run_dir=other both name the run's folder" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_prints_how_to_go_on_and_exits_0(policy, tmp_path, capsys, monkeypatch):
     original = Trainer._train_step
 

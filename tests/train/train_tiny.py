@@ -1,7 +1,8 @@
-"""A policy of two layers, 32 wide, over twenty characters, and configurations of runs that use it."""
+"""A policy of two layers, 32 wide, over twenty characters, configurations of runs that use it, and what they leave."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,25 @@ def tiny_values(policy: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return values
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_seconds(path: Path) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.endswith("_seconds") and "per_second" not in k} for r in read(path)]
+
+
+def events(run_dir: Path | str, kind: str) -> list[dict]:
+    return [r for r in read(Path(run_dir) / "metrics.jsonl") if r["event"] == kind]
+
+
+def assert_same_run(a: Path, b: Path, step: int) -> None:
+    for name in ("metrics.jsonl", "lengths.jsonl", "timeline.jsonl"):
+        assert without_seconds(a / name) == without_seconds(b / name), name
+    folders = [run / f"checkpoints/step-{step:06d}" for run in (a, b)]
+    tensors = [path.name for path in folders[0].glob("*.safetensors")]
+    assert len(tensors) == 2
+    for name in (*tensors, "length_history.json"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
