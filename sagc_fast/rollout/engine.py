@@ -33,9 +33,9 @@ BYTES_PER_MB = 10**6
 class RolloutEngine:
     """Samples groups of completions; weights may change between calls (in place), never during one.
 
-    In fp32 on the CPU a completion's tokens and log-probs depend, bit for bit, on the weights, its prompt, its sampling
-    parameters and its noise key (seed, prompt id, sample index) alone: not on batch order, group sizes, chunking,
-    preemption, memory or the number of rows.
+    In fp32 on the CPU with the native operators a completion's tokens and log-probs depend, bit for bit, on the
+    weights, its prompt, its sampling parameters and its noise key (seed, prompt id, sample index) alone: not on batch
+    order, group sizes, chunking, preemption, memory or the number of rows. Elsewhere that holds up to rounding.
 
     Args:
         model: a :class:`sagc_fast.model.transformer.Transformer`; its weights are read, never copied.
