@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_trainer import STEP_FIELDS, assert_same_run, crash_after, events, read
+from train_tiny import STEP_FIELDS, assert_same_run, crash_after, events, read
 
 from sagc_fast.config import ControllerOptions
 from sagc_fast.controller import CostAwareConfig, CostAwareSAGC, PromptAwareSAGC, SAGCConfig

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from train_tiny import assert_same_run, events, tiny_values, without_seconds
+from train_tiny import assert_same_run, crash_after, events, tiny_values, without_seconds
 
 from sagc_fast.config import TrainConfig
 from sagc_fast.errors import CheckpointError
@@ -99,18 +99,6 @@ def test_problems_that_teach_nothing_are_passed_over_and_a_resumed_run_agrees(ti
         trainer.fit()
     Trainer(straight.with_overrides([f"run_dir={tmp_path / 'broken'}"]), resume=True).fit()
     assert_same_run(tmp_path / "straight", tmp_path / "broken", step=7)
-
-
-def crash_after(trainer: Trainer, step: int) -> None:
-    """A bug in the middle of the run, after the step's lines are written and before its checkpoint."""
-    original = trainer._evaluate_if_due
-
-    def crash():
-        if trainer.state.step >= step:
-            raise ZeroDivisionError
-        original()
-
-    trainer._evaluate_if_due = crash
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(tiny, tmp_path, straight):

@@ -11,23 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from train_tiny import events, read
+from train_tiny import STEP_FIELDS, events, read
 
 from sagc_fast.config import ControllerOptions
 from sagc_fast.errors import ConfigError, DivergenceError, ModelLoadError, RewardError, SagcError
 from sagc_fast.train.parts import build_controller
 from sagc_fast.train.trainer import Trainer
 
-STEP_FIELDS = {
-    "event", "step", "time_seconds", "controller", "group_size", "lambda", "delta", "tau", "num_groups",
-    "num_straggler_groups", "straggler_rate", "straggler_ratio_mean", "straggler_ratio_max", "clipped_ratio",
-    "reward_mean", "reward_std", "outcome_mean", "num_groups_kept", "num_groups_sampled", "length_mean", "length_max",
-    "length_quantiles", "num_output_tokens", "num_prompt_tokens", "num_update_tokens", "rollout_seconds",
-    "reward_seconds", "pack_seconds", "gap_seconds",
-    "update_seconds", "checkpoint_seconds", "step_seconds", "tokens_per_second", "idle_fraction",
-    "tail_fraction", "num_preemptions", "loss", "grad_norm", "clip_low_fraction", "clip_high_fraction", "entropy", "kl",
-    "logprob_diff_mean", "logprob_diff_max", "learning_rate", "num_reward_errors", "is_skipped",
-}  # fmt: skip
 EVAL_FIELDS = {
     "event", "step", "name", "num_problems", "temperature", "accuracy", "accuracy_stderr", "reward_mean", "length_mean",
     "clipped_ratio", "eval_seconds",

@@ -12,9 +12,21 @@ from transformers import PreTrainedTokenizerFast
 
 from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.loader import random_model, save_model
+from sagc_fast.train.trainer import Trainer
 
 CHARACTERS = "0123456789+=-.,:ab \n"
 EOS = len(CHARACTERS)
+STEP_FIELDS = {
+    "event", "step", "time_seconds", "controller", "group_size", "lambda", "delta", "tau", "num_groups",
+    "num_straggler_groups", "straggler_rate", "straggler_ratio_mean", "straggler_ratio_max", "clipped_ratio",
+    "reward_mean", "reward_std", "outcome_mean", "num_groups_kept", "num_groups_sampled", "length_mean", "length_max",
+    "length_quantiles", "num_output_tokens", "num_prompt_tokens", "num_update_tokens", "rollout_seconds",
+    "reward_seconds", "pack_seconds", "gap_seconds",
+    "update_seconds", "checkpoint_seconds", "step_seconds", "tokens_per_second", "idle_fraction",
+    "tail_fraction", "num_preemptions", "loss", "grad_norm", "clip_low_fraction", "clip_high_fraction", "entropy", "kl",
+    "logprob_diff_mean", "logprob_diff_max", "learning_rate", "num_reward_errors", "is_skipped",
+}  # fmt: skip
+"""What every line of a step in metrics.jsonl has."""
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -92,3 +104,15 @@ def assert_same_run(a: Path, b: Path, step: int) -> None:
     assert len(tensors) == 2
     for name in (*tensors, "length_history.json"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+
+
+def crash_after(trainer: Trainer, step: int) -> None:
+    """A bug in the middle of the run, after the step's lines are written and before its checkpoint."""
+    original = trainer._evaluate_if_due
+
+    def crash():
+        if trainer.state.step >= step:
+            raise ZeroDivisionError
+        original()
+
+    trainer._evaluate_if_due = crash
