@@ -92,6 +92,8 @@ class MetricsWriter:
 def _open_at(path: Path, size: int, is_done: Callable[[Mapping[str, Any]], bool]) -> BinaryIO:
     """Open ``path`` to append behind its first ``size`` bytes; lines among them that are not legible are left out, and
     so are those of steps that will be done again."""
+    if path.exists():
+        _with_our_line_ends(path)
     present = path.stat().st_size if path.exists() else 0
     if present < size:
         logger.warning("%s has %d bytes where the checkpoint knows %d; some lines are missing", path, present, size)
@@ -101,6 +103,17 @@ def _open_at(path: Path, size: int, is_done: Callable[[Mapping[str, Any]], bool]
         _mend(path)
         _leave_out_what_comes_again(path, is_done)
     return open(path, "ab")
+
+
+def _with_our_line_ends(path: Path) -> None:
+    """Turn CRLF, which an editor or a copy has put there, back into LF: the checkpoint's sizes count one byte a line
+    end. No record holds a raw CR, because JSON escapes it."""
+    content = path.read_bytes()
+    if b"\r\n" in content:
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_bytes(content.replace(b"\r\n", b"\n"))
+        os.replace(aside, path)
+        logger.warning("%s had CRLF line ends; they are LF again", path)
 
 
 def _mend(path: Path) -> None:

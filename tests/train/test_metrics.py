@@ -39,6 +39,23 @@ def test_a_resumed_run_cuts_off_what_it_will_do_again(tmp_path):
     assert lines(tmp_path / "lengths.jsonl") == []
 
 
+def test_crlf_line_ends_lose_no_line(tmp_path, caplog):
+    """The checkpoint's size counts LF; a copy with CRLF is longer, and cutting it there took the last whole line."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(tmp_path, {}) as writer:
+        for step in (1, 2):
+            writer.write("metrics.jsonl", {"step": step, "text": "a\r\nb"})
+        offsets = writer.sync()
+        writer.write("metrics.jsonl", {"step": 3})
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    with MetricsWriter(tmp_path, offsets) as writer:
+        writer.write("metrics.jsonl", {"step": 3, "again": True})
+    assert b"\r" not in path.read_bytes()
+    assert lines(path)[:2] == [{"step": step, "text": "a\r\nb"} for step in (1, 2)]
+    assert lines(path)[2:] == [{"step": 3, "again": True}]
+    assert "CRLF" in caplog.text
+
+
 def test_a_file_shorter_than_the_checkpoint_knows_is_said(tmp_path, caplog):
     with MetricsWriter(tmp_path, {"metrics.jsonl": 100}):
         pass
