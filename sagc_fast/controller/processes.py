@@ -198,10 +198,16 @@ def read_trace(path: str | Path) -> Trace:
 
     Raises DatasetError naming file and line.
     """
+    path = Path(path)
+    if path.is_dir():
+        raise DatasetError(f"The trace {path} is a folder; give the file in a run's folder: {path / 'lengths.jsonl'}.")
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"The trace {path} cannot be read ({error}); give the lengths.jsonl of a run.") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise DatasetError(f"The trace {path} is not text in UTF-8; give the lengths.jsonl of a run.") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise DatasetError(f"The trace {path} cannot be read: {reason}; give the lengths.jsonl of a run.") from error
     steps, caps = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -105,6 +105,14 @@ def test_an_empty_or_missing_trace_is_named(tmp_path):
         parse_process(str(tmp_path / "missing.jsonl"))
 
 
+def test_a_folder_or_binary_trace_is_said_with_the_remedy(tmp_path):
+    with pytest.raises(DatasetError, match=r"is a folder; give the file in a run's folder: .*lengths\.jsonl\.$"):
+        read_trace(tmp_path)
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatasetError, match="is not text in UTF-8"):
+        read_trace(tmp_path / "binary.jsonl")
+
+
 def test_cost_model_by_hand():
     """Rows 5, 3, 4 on two slots: the 4 starts when the 3 ends, so 7 iterations; padded: max(5,3) + 4."""
     costs = CostModel(iteration_seconds=1.0, row_seconds=0.1, max_rows=2, update_token_seconds=0.01, fixed_seconds=2.0)
