@@ -41,7 +41,8 @@ class Section:
 
     def _require(self, ok: bool, name: str, wanted: str) -> None:
         if not ok:
-            raise ConfigError(f"{self._path(name)} is {getattr(self, name)!r}; it must be {wanted}.")
+            shown = plain(getattr(self, name))  # lists as they were written, not as the tuples kept here
+            raise ConfigError(f"{self._path(name)} is {shown!r}; it must be {wanted}.")
 
     def _at_least(self, low: int, *names: str) -> None:
         for name in names:
@@ -148,6 +149,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
+        if getattr(error, "context", None) == "expected a single document in the stream":
+            raise ConfigError(
+                f"{path}{line}: a second YAML document begins here; a configuration is one document, so remove the "
+                "line --- or ... before it, or move what follows to a file of its own."
+            ) from None
         problem = getattr(error, "problem", None) or "syntax error"
         raise ConfigError(f"{path}{line}: not valid YAML ({problem}).") from None
     except UnicodeDecodeError:

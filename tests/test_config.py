@@ -132,10 +132,10 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
     ("sections", "wanted"),
     [
         ({"controller": {"kind": "fixed", "group_size": 1}}, "controller.group_size is 1; it must be at least 2"),
-        ({"controller": {"candidates": [8, 4]}}, "controller.candidates is (8, 4); it must be ascending"),
-        ({"controller": {"candidates": [1, 4]}}, "controller.candidates is (1, 4)"),
-        ({"controller": {"candidates": []}}, "controller.candidates is ()"),
-        ({"controller": {"candidates": [4, 4]}}, "controller.candidates is (4, 4)"),
+        ({"controller": {"candidates": [8, 4]}}, "controller.candidates is [8, 4]; it must be ascending"),
+        ({"controller": {"candidates": [1, 4]}}, "controller.candidates is [1, 4]"),
+        ({"controller": {"candidates": []}}, "controller.candidates is []"),
+        ({"controller": {"candidates": [4, 4]}}, "controller.candidates is [4, 4]"),
         ({"controller": {"candidates": 4}}, "controller.candidates is 4; it must be a list"),
         ({"controller": {"candidates": [4, "x"]}}, "controller.candidates[1] is 'x'; it must be a whole number"),
         ({"controller": {"delta": 1.0}}, "controller.delta is 1.0; it must be between 0 and 1"),
@@ -185,6 +185,7 @@ def test_bad_values_name_path_value_and_what_is_allowed(sections, wanted):
         ("steps: 3\nseed: 1\nsteps: 4\n", r"run\.yaml, line 3: not valid YAML \(the key steps stands twice\)"),
         ("- a\n- b\n", "holds a list"),
         ("steps: 3\n[a, b]: 1\n", r"run\.yaml, line 2: not valid YAML \(a key must be a name"),
+        ("steps: 3\n---\nseed: 1\n", r"run\.yaml, line 2: a second YAML document begins here.*remove the line ---"),
         ("", "model is missing"),
     ],
 )
