@@ -95,8 +95,9 @@ def _products(rows: int, n: int, k: int, dtype: str) -> list[Callable[[], object
         lambda: torch.mm(x, transposed),
         lambda: ops.linear(x, weight),
     ]
-    packed_ops = torch.ops.mkldnn  # what torch.compile uses when it freezes weights
-    if torch.backends.mkldnn.is_available() and hasattr(packed_ops, "_reorder_linear_weight"):
+    packed_ops = torch.ops.mkldnn  # what torch.compile uses when it freezes weights; not every CPU may pack bf16
+    packs = torch.backends.mkldnn.is_available() and hasattr(packed_ops, "_reorder_linear_weight")
+    if packs and (dtype == "fp32" or packed_ops._is_mkldnn_bf16_supported()):
         packed = packed_ops._reorder_linear_weight(weight, rows)
         calls.append(lambda: packed_ops._linear_pointwise(x, packed, None, "none", [], ""))
     if dtype == "fp32" and torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight"):

@@ -255,6 +255,8 @@ def worthwhile(
     best = int(np.argmax(value))
     if value[best] <= MARGIN * num_rows / math.hypot(fixed_tokens, num_rows):
         return lengths
-    lengths[matched] = (chances >= ranked[best]).sum(axis=1)
-    before = np.cumsum(lengths) - lengths  # equal chances at the edge of the budget: the first rows get it
-    return np.clip(budget - before, 0, lengths)
+    certain = (chances > ranked[best]).sum(axis=1)
+    equal = (chances == ranked[best]).sum(axis=1)  # alike in every row, unless the budget ends: the first rows get it
+    before = np.cumsum(equal) - equal
+    lengths[matched] = certain + np.clip(budget - certain.sum() - before, 0, equal)
+    return lengths

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sagc_fast.errors import ConfigError
@@ -89,6 +89,7 @@ def test_the_draft_length_is_the_one_with_the_cheapest_tokens(monkeypatch, proba
     fixed_tokens=st.floats(0.5, 40),
     budget=st.integers(0, 12),
 )
+@example(rates=[(0, 0)] * 7, rows=[(1, 3), (1, 3), (1, 1)], fixed_tokens=17.0, budget=6)  # equal chances, not all fit
 def test_no_other_choice_of_drafts_is_cheaper(rates, rows, fixed_tokens, budget):
     """Against every choice of up to 6 drafts a row, each a prefix."""
     hits = HitRates()
