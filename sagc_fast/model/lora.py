@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
+from sagc_fast import ops
 from sagc_fast.errors import CheckpointError, ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ class AdaptedLinear(nn.Module):
             change_TY = torch.zeros_like(y_TY)
             for part in self.parts:
                 noise_TX = functional.dropout(x_TX, self.dropout) - x_TX
-                low_TR = functional.linear(noise_TX, part.lora_A.to(x_TX.dtype))
+                low_TR = ops.trained_linear(noise_TX, part.lora_A.to(x_TX.dtype))
                 rows = slice(part.start, part.start + part.num_rows)
-                change_TY[:, rows] = self.scale * functional.linear(low_TR, part.lora_B.to(x_TX.dtype))
+                change_TY[:, rows] = self.scale * ops.trained_linear(low_TR, part.lora_B.to(x_TX.dtype))
             y_TY = y_TY + change_TY
         return y_TY
 
@@ -116,7 +117,7 @@ class _Adapted(torch.autograd.Function):
     def forward(ctx, x_TX, merged_YX, bias_Y, scale, starts, *factors):
         ctx.save_for_backward(x_TX, merged_YX, *factors)
         ctx.scale, ctx.starts = scale, starts
-        return functional.linear(x_TX, merged_YX, bias_Y)
+        return ops.trained_linear(x_TX, merged_YX, bias_Y)
 
     @staticmethod
     def backward(ctx, dy_TY):
@@ -124,10 +125,10 @@ class _Adapted(torch.autograd.Function):
         gradients = []
         for start, a_RX, b_YR in zip(ctx.starts, factors[::2], factors[1::2], strict=True):
             part_TY = dy_TY[:, start : start + len(b_YR)]
-            low_TR = part_TY @ b_YR.to(dy_TY.dtype)
-            gradients.append((low_TR.T @ x_TX).to(a_RX.dtype).mul_(ctx.scale))
-            gradients.append((part_TY.T @ (x_TX @ a_RX.T.to(x_TX.dtype))).to(b_YR.dtype).mul_(ctx.scale))
-        dx_TX = dy_TY @ merged_YX if ctx.needs_input_grad[0] else None
+            low_TR = ops.mm(part_TY, b_YR.to(dy_TY.dtype))
+            gradients.append(ops.mm(low_TR.T, x_TX).to(a_RX.dtype).mul_(ctx.scale))
+            gradients.append(ops.mm(part_TY.T, ops.mm(x_TX, a_RX.T.to(x_TX.dtype))).to(b_YR.dtype).mul_(ctx.scale))
+        dx_TX = ops.mm(dy_TY, merged_YX) if ctx.needs_input_grad[0] else None
         return dx_TX, None, None, None, None, *gradients
 
 

@@ -75,7 +75,7 @@ class DecoderLayer(nn.Module):
         weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")
         if self.lora is not None and name in self.lora:
             return self.lora[name](x_TX, weight, bias)
-        return functional.linear(x_TX, weight, bias)
+        return ops.trained_linear(x_TX, weight, bias)
 
     def forward(
         self, x_TE: torch.Tensor, layout: PackedLayout, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
         length = len(token_ids_T)
         positions_T = torch.arange(length, device=token_ids_T.device)
         layout = PackedLayout(positions_T, prompt_spans=((0, length),), completion_spans=((),))
-        return functional.linear(self.forward_packed(token_ids_T, layout), self.lm_head_weight).float()
+        return ops.trained_linear(self.forward_packed(token_ids_T, layout), self.lm_head_weight).float()
 
 
 def _head_norm(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

@@ -3,10 +3,11 @@
 ``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens`` and
 ``sample_keyed_tokens`` serve the rollout, ``place_rows`` and ``advance_rows`` its bursts on a GPU; in fp32 on the CPU
 each computes a row the same way, bit for bit, whatever the other rows. ``Decoder`` runs all of them for a whole step in
-native code. ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rotary_split``, ``varlen_attention`` and ``token_logprobs``
-serve training and are differentiable, once.
-The plain-torch functions of the same names (reference.py, paged.py, sampling.py, varlen.py, logprobs.py) document
-shapes and serve as oracles.
+native code. ``trained_linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rotary_split``, ``varlen_attention``
+and ``token_logprobs`` serve training and are differentiable, once; ``mm`` serves backward passes.
+
+The plain-torch functions of the same names (reference.py, products.py, paged.py, sampling.py, varlen.py, logprobs.py)
+document shapes and serve as oracles.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from sagc_fast.ops.backend import (
 from sagc_fast.ops.decode_rows import DecodeRows
 from sagc_fast.ops.decoder import BoundRows, Decoder, DecoderWeights, LayerWeights, has_decoder
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
+from sagc_fast.ops.products import linear as trained_linear
+from sagc_fast.ops.products import mm
 from sagc_fast.profiling import ranged
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "describe",
     "has_decoder",
     "linear",
+    "mm",
     "paged_attention",
     "place_rows",
     "rms_norm",
@@ -54,6 +58,7 @@ __all__ = [
     "set_backend",
     "silu_mul",
     "token_logprobs",
+    "trained_linear",
     "use_backend",
     "varlen_attention",
 ]

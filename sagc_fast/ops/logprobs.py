@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from sagc_fast.ops import products
+
 CHUNK_BYTES = 16 * 2**20
 """Memory of one chunk of logits when the caller names no chunk. On the CPU the native operators work on the chunk in
 place; plain torch holds about three fp32 copies of it."""
@@ -96,7 +98,8 @@ def token_logprobs(
     CHUNK_BYTES. The forward keeps two numbers per token. fp64 in gives fp64 out.
     """
     if chunk is None:
-        chunk = max(1, CHUNK_BYTES // (hidden_NE.element_size() * lm_head_VE.shape[0]))
+        width = 8 if products.is_widened(hidden_NE) else hidden_NE.element_size()  # with its wide copies
+        chunk = max(1, CHUNK_BYTES // (width * lm_head_VE.shape[0]))
     return _TokenLogprobs.apply(hidden_NE, lm_head_VE, targets_N, float(temperature), int(chunk), rows)
 
 
@@ -115,7 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
         stats_3N = torch.empty(3, len(targets_N), dtype=dtype, device=hidden_NE.device)
         for start in range(0, len(targets_N), chunk):
             part = slice(start, start + chunk)
-            logits_nV = hidden_NE[part] @ lm_head_VE.t()
+            logits_nV = products.linear(hidden_NE[part], lm_head_VE)
             for out_N, value_n in zip(
                 stats_3N, rows.logits_stats(logits_nV, targets_N[part], temperature), strict=True
             ):
@@ -141,18 +144,11 @@ class _TokenLogprobs(torch.autograd.Function):
         grads_N = grad_logprob_N.contiguous(), grad_entropy_N.contiguous()
         for start in range(0, vocab_size, columns):
             block_vE = lm_head_VE[start : start + columns]
-            grad_Nv = hidden_NE @ block_vE.t()
+            grad_Nv = products.linear(hidden_NE, block_vE)
             ctx.rows.logits_grad_(grad_Nv, targets_N, lse_N, entropy_N, *grads_N, ctx.temperature, start)
             if needs_head:
-                torch.mm(grad_Nv.t(), hidden_NE, out=grad_head_VE[start : start + columns])
+                products.mm(grad_Nv.t(), hidden_NE, out=grad_head_VE[start : start + columns])
             if needs_hidden:
-                _add_product(grad_hidden_NE, grad_Nv, block_vE)
+                products.add_product_(grad_hidden_NE, grad_Nv, block_vE)
         grad_hidden_NE = None if grad_hidden_NE is None else grad_hidden_NE.to(hidden_NE.dtype)
         return grad_hidden_NE, grad_head_VE, None, None, None, None
-
-
-def _add_product(total_NE: torch.Tensor, a_Nv: torch.Tensor, b_vE: torch.Tensor) -> None:
-    if a_Nv.dtype == total_NE.dtype:
-        total_NE.addmm_(a_Nv, b_vE)
-    else:
-        total_NE += a_Nv @ b_vE

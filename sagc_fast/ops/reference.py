@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.nn import functional
+
+from sagc_fast.ops import products
 
 TILE_ROWS = 16
 """Rows of the smallest product; a shorter remainder is padded to it."""
@@ -24,7 +25,7 @@ LARGE_TILES = (256, 64)
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias`` for inference, [T, N] in the dtype of x; fp32 rows on the CPU are bit-independent."""
     if x_TK.dtype != torch.float32 or x_TK.device.type != "cpu":
-        return functional.linear(x_TK, weight_NK, bias_N)
+        return products.linear(x_TK, weight_NK, bias_N)
     num_rows, weight_KN = x_TK.shape[0], weight_NK.t()
     y_TN = x_TK.new_empty(num_rows, weight_NK.shape[0])
     start = 0
