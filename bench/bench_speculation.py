@@ -13,7 +13,9 @@ tiny-random  the same of the addition policy's size, where a step is cheapest an
 
 Seconds are CPU seconds of one thread. "tail": the last 20% of the time of a rollout without drafts, against the seconds
 that a rollout takes from the same state (drafts begin only there). A gain is seconds without over seconds with, median
-over pairs. ``--recall`` lets calls draft from the last call's completions of the same prompt, too.
+over pairs. "oracle": the same with drafts that are the very tokens to come, as many as the cost rule takes when all of
+them are right: no source of drafts gains more there. "tail_rows": live rows in the tail, on average. ``--recall`` lets
+calls draft from the last call's completions of the same prompt, too.
 Tokens and log-probs are compared, too. Ends with one JSON line.
 """
 
@@ -32,13 +34,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from sagc_fast import RolloutEngine, SamplingParams
 from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.loader import load_model, load_tokenizer, random_model
 from sagc_fast.rollout.call import Call
-from sagc_fast.rollout.speculation import Drafts, Speculator, no_drafts
+from sagc_fast.rollout.drafts import HitRates
+from sagc_fast.rollout.speculation import Drafts, Speculator, no_drafts, worthwhile
 from sagc_fast.tasks.addition import AdditionTask, model_folder
 from sagc_fast.types import Group
 
@@ -103,7 +107,7 @@ def main() -> int:
 
 def compare(workload: Workload, mode: str, repeat: int, recall_mb: float) -> dict[str, Any]:
     """Medians over pairs; the first pair warms up and teaches the step cost."""
-    kinds = {"off": "off", "on": mode, "late": mode}
+    kinds = {"off": "off", "on": mode, "late": mode, "oracle": mode}
     engines = {
         name: RolloutEngine(
             workload.model, workload.tokenizer, threads=1, speculation=kind, draft_recall_mb=recall_mb * (kind != "off")
@@ -117,14 +121,13 @@ def compare(workload: Workload, mode: str, repeat: int, recall_mb: float) -> dic
         runs = {"off": off}
         for name in ("on", "late") if seed % 2 else ("late", "on"):
             runs[name] = rollout(engines[name], workload, seed, off.tokens[begin] if name == "late" else 0)
+        runs["oracle"] = rollout(engines["oracle"], workload, seed, off.tokens[begin], off.groups)
         if seed % 2:  # turns: without drafts first and last
             runs["off"] = rollout(engines["off"], workload, seed)
         trials.append(runs)
     is_fp32 = workload.model.dtype == torch.float32
-    is_identical = all(texts(r["off"]) == texts(r["on"]) == texts(r["late"]) for r in trials) if is_fp32 else None
+    is_identical = all(texts(r["off"]) == texts(r[name]) for r in trials for name in kinds) if is_fp32 else None
     trials = trials[1:]
-    drafted = sum(r["on"].stats.num_draft_tokens for r in trials)
-    accepted = sum(r["on"].stats.num_accepted_tokens for r in trials)
 
     def median(values: list[float]) -> float:
         return round(statistics.median(values), 3)
@@ -133,20 +136,27 @@ def compare(workload: Workload, mode: str, repeat: int, recall_mb: float) -> dic
         "gain": median([r["off"].seconds[-1] / r["on"].seconds[-1] for r in trials]),
         "tail_gain": median([tail_gain(r["off"], r["late"]) for r in trials]),
         "tail_gains": [round(tail_gain(r["off"], r["late"]), 2) for r in trials],
+        "tail_rows": median([tail_rows(r["off"]) for r in trials]),
+        "oracle_gain": median([tail_gain(r["off"], r["oracle"]) for r in trials]),
+        "oracle_accepted": accepted_share([r["oracle"] for r in trials]),
         "seconds": median([r["on"].seconds[-1] for r in trials]),
         "steps_off": median([r["off"].stats.num_steps for r in trials]),
         "steps": median([r["on"].stats.num_steps for r in trials]),
-        "draft_tokens": drafted // len(trials),
-        "accepted": round(accepted / drafted, 3) if drafted else None,
+        "draft_tokens": sum(r["on"].stats.num_draft_tokens for r in trials) // len(trials),
+        "accepted": accepted_share([r["on"] for r in trials]),
         "fixed_tokens": round(trials[-1]["on"].fixed_tokens, 1),
         "is_identical": is_identical,
     }
 
 
-def rollout(engine: RolloutEngine, workload: Workload, seed: int, first_draft_at: int = 0) -> Run:
-    """One call, its plans timed by this thread's CPU clock; no drafts before ``first_draft_at`` tokens are there."""
+def rollout(
+    engine: RolloutEngine, workload: Workload, seed: int, first_draft_at: int = 0, truth: list[Group] | None = None
+) -> Run:
+    """One call, its plans timed by this thread's CPU clock; no drafts before ``first_draft_at`` tokens are there. With
+    ``truth``, what the call is known to return, drafts are read from it."""
     seconds, tokens = [], []
-    run_plan, propose = Call._run_plan, Speculator.propose
+    run_plan, propose, is_tail = Call._run_plan, Speculator.propose, Speculator._is_tail
+    propose_drafts = propose if truth is None else oracle(truth)
 
     def timed(call: Call, *args: Any, **kwargs: Any) -> list[Group]:
         complete = run_plan(call, *args, **kwargs)
@@ -157,16 +167,54 @@ def rollout(engine: RolloutEngine, workload: Workload, seed: int, first_draft_at
 
     def later(speculator: Speculator, slots: Any, *args: Any) -> Drafts:
         if tokens and tokens[-1] >= first_draft_at:
-            return propose(speculator, slots, *args)
+            return propose_drafts(speculator, slots, *args)
         return no_drafts(slots.size)
 
     Call._run_plan, Speculator.propose = timed, later
+    if truth is not None:
+        Speculator._is_tail = lambda *_: True  # the rule alone decides, with however many rows
     try:
         started = time.thread_time()
         groups = engine.generate(workload.prompts, workload.group_size, workload.params(seed))
     finally:
-        Call._run_plan, Speculator.propose = run_plan, propose
+        Call._run_plan, Speculator.propose, Speculator._is_tail = run_plan, propose, is_tail
     return Run(groups, seconds, tokens, engine.stats, engine._speculation.cost.fixed_tokens)
+
+
+def oracle(truth: list[Group]) -> Callable[[Speculator, Any, Any, int], Drafts]:
+    """In the place of ``Speculator.propose``: the tokens that will be drawn, as many as pay when all are right."""
+    sure = HitRates()
+    sure.hits, sure.trials = [10**9] * len(sure.hits), [10**9] * len(sure.trials)
+
+    def propose(speculator: Speculator, slots: Any, most: Any, budget: int) -> Drafts:
+        rows, coming = speculator._rows, []
+        for slot, num_output in zip(slots.tolist(), rows.num_output[slots].tolist(), strict=True):
+            sequence = rows.sequences[slot]
+            completion = truth[sequence.group.prompt_index].completions[sequence.sample_index]
+            coming.append(completion.token_ids[num_output:-1])  # the last one is drawn behind the last draft
+        most = np.minimum(most, [len(tokens) for tokens in coming])
+        cost = speculator._cost.fixed_tokens
+        lengths = worthwhile(np.full(slots.size, 8), most, budget, sure, cost, speculator._host_tokens(slots.size))
+        drafted = [token for tokens, n in zip(coming, lengths.tolist(), strict=True) for token in tokens[:n]]
+        return Drafts(lengths, np.array(drafted, dtype=np.int64))
+
+    return propose
+
+
+def accepted_share(runs: list[Run]) -> float | None:
+    drafted = sum(run.stats.num_draft_tokens for run in runs)
+    return round(sum(run.stats.num_accepted_tokens for run in runs) / drafted, 3) if drafted else None
+
+
+def tail_rows(off: Run) -> float:
+    """Live rows in the last 20% of the time without drafts, on average over the steps."""
+    begin = off.tokens[bisect_left(off.seconds, TAIL * off.seconds[-1])]
+    rows, total = off.stats.active_rows, sum(off.stats.active_rows)
+    step = len(rows)
+    while step > 1 and total - rows[step - 1] >= begin:
+        step -= 1
+        total -= rows[step]
+    return statistics.mean(rows[step:] or rows[-1:])
 
 
 def tail_gain(off: Run, late: Run) -> float:
