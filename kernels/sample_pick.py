@@ -42,8 +42,10 @@ def sample_pick_kernel(
         u = tl.load(uniform_ptr + row)
     # The threshold stays below the total even where u was rounded to 1, so the last positive step is found.
     threshold = tl.minimum(u * total, total * 0.9999999999999999)
-    block = tl.sum((cumulative_B <= threshold).to(tl.int32), 0)
-    block = tl.minimum(block, num_blocks - 1)
+    # A scan adds in parallel: a step of weight 0 may raise its sum by a rounding, or lower it. Only positive steps count.
+    is_hit_B = (cumulative_B > threshold) & (weights_B > 0.0)
+    block = tl.min(tl.where(is_hit_B, offs_b, BLOCK_B), 0)
+    block = tl.minimum(block, tl.max(tl.where(weights_B > 0.0, offs_b, 0), 0))
     before = tl.sum(tl.where(offs_b == block - 1, cumulative_B, 0.0), 0)
 
     temperature = tl.load(temperature_ptr + row)
@@ -54,7 +56,8 @@ def sample_pick_kernel(
     z = tl.div_rn(z, tl.where(is_greedy, 1.0, temperature)) - base
     weights = tl.exp(z).to(tl.float64)
     cumulative = tl.cumsum(weights, 0)
-    place = tl.sum((cumulative <= threshold - before).to(tl.int32), 0)
+    is_hit = (cumulative > threshold - before) & (weights > 0.0)
+    place = tl.min(tl.where(is_hit, offs_v, BLOCK), 0)
     place = tl.minimum(place, tl.max(tl.where(weights > 0.0, offs_v, 0), 0))
     chosen = tl.sum(tl.where(offs_v == place, z, 0.0), 0)
     greedy_token = tl.sum(tl.where(offs_b == best_block, first_B, 0), 0)

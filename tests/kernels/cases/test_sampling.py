@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from sagc_fast.kernels import philox
+from sagc_fast.kernels.sample_blocks import BLOCK_V
+from triton.runtime import interpreter
 
 from sagc_fast.ops import noise, sampling, triton_ops
 from sagc_fast.rollout.noise import uniforms
@@ -97,3 +99,56 @@ def test_logits_that_are_not_finite(device: torch.device) -> None:
         tokens, logprobs = triton_ops.sample_keyed_tokens(logits, keys, temperature, *filters)
         assert torch.isnan(logprobs).tolist() == [True, True, True, False]
         assert tokens[:3].tolist() == [0, 0, 0]
+
+
+def _parallel_sums(values: np.ndarray) -> np.ndarray:
+    """Cumulative sums as a GPU may form them, by doubling: neighbours add in different orders, so they may fall."""
+    sums, step = values.copy(), 1
+    while step < len(sums):
+        sums[step:] += sums[:-step].copy()
+        step *= 2
+    return sums
+
+
+def _between(low: float, high: float, total: float) -> float | None:
+    """A number whose product with ``total`` lies in [low, high)."""
+    u = np.float64(low) / total
+    candidates = (u, np.nextafter(u, 0.0), np.nextafter(u, 1.0))
+    return next((float(x) for x in candidates if low <= x * total < high), None)
+
+
+@pytest.mark.parametrize("stride", [1, BLOCK_V], ids=["tokens", "blocks"])
+def test_a_sum_that_rises_by_rounding_alone_draws_nothing(
+    stride: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of weight 0, tokens or whole blocks, at which the sum of a parallel scan rises and passes u x total.
+
+    Logits far apart: sums of fp32 weights of one size are exact in fp64.
+    """
+
+    def cumsum(self: interpreter.ScanOps, x: object) -> list[object]:
+        return [self.to_tensor(_parallel_sums(x.handle.data), dtype=x.dtype)]
+
+    monkeypatch.setattr(interpreter.ScanOps, "cumsum", cumsum)
+    generator = np.random.default_rng(stride)
+    rows, u = [], []
+    while len(rows) < 6:
+        z = (12 * generator.normal(size=16)).astype(np.float32)
+        z[generator.random(16) < 0.5] = -np.inf
+        weights = np.exp(z - z.max()).astype(np.float64)
+        sums = _parallel_sums(weights)
+        # The total as the kernels have it: the sum over one block's tokens, or the scan's over the blocks.
+        total = np.pad(weights, (0, BLOCK_V - 16)).sum() if stride == 1 else sums.max()
+        for i in np.flatnonzero((weights[1:] == 0) & (sums[1:] > sums[:-1])) + 1:
+            found = _between(sums[i - 1], sums[i], total)
+            if found is not None:
+                rows.append(z)
+                u.append(found)
+    logits = torch.full((len(rows), 16 * stride), float("-inf"))
+    logits[:, stride // 2 :: stride] = torch.from_numpy(np.stack(rows))
+    logits, temperature = logits.to(device), torch.ones(len(rows), device=device)
+    tokens, logprobs = triton_ops.sample_tokens(
+        logits, torch.tensor(u, dtype=torch.float64, device=device), temperature
+    )
+    assert torch.isfinite(logits.gather(1, tokens[:, None])).all()
+    assert torch.isfinite(logprobs).all()
