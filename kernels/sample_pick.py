@@ -42,7 +42,7 @@ def sample_pick_kernel(
         u = tl.load(uniform_ptr + row)
     # The threshold stays below the total even where u was rounded to 1, so the last positive step is found.
     threshold = tl.minimum(u * total, total * 0.9999999999999999)
-    # A scan adds in parallel: a step of weight 0 may raise its sum by a rounding, or lower it. Only positive steps count.
+    # A scan adds in parallel, so a sum may rise or fall by a rounding at a step of weight 0: only positive ones count.
     is_hit_B = (cumulative_B > threshold) & (weights_B > 0.0)
     block = tl.min(tl.where(is_hit_B, offs_b, BLOCK_B), 0)
     block = tl.minimum(block, tl.max(tl.where(weights_B > 0.0, offs_b, 0), 0))

@@ -59,17 +59,21 @@ from sagc_fast import RolloutEngine, SamplingParams
 from sagc_fast.model.config import ModelConfig
 from sagc_fast.model.loader import random_model
 
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
+
+imported = peak()
 torch.set_num_threads(1)
 dtype, shape, prompts, group_size, length = sys.argv[1], *map(json.loads, sys.argv[2:])
 model = random_model(ModelConfig(family="llama", max_position_embeddings=2048, eos_token_ids=(), **shape), 0, dtype)
 engine = RolloutEngine(model, threads=1, kv_budget_gb=0.05, max_batch_tokens=1024)
 params = SamplingParams(max_new_tokens=length, ignore_eos=True)
 engine.generate([[index] + [7] * 499 for index in range(prompts)], group_size, params)
-with open("/proc/self/status") as file:
-    peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
 weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
 used = engine.stats.kv_blocks_peak * engine.bytes_per_block()
-print(json.dumps({"peak": peak, "weights": weights, "kv_used": used, "preemptions": engine.stats.num_preemptions}))
+figures = {"peak": peak(), "imported": imported, "weights": weights, "kv_used": used}
+print(json.dumps(figures | {"preemptions": engine.stats.num_preemptions}))
 """
 SHAPES = {
     # 8M parameters, 48 completions that fill the budget.
@@ -90,12 +94,13 @@ SHAPES = {
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize(("shape", "dtype"), [("model S", "fp32"), ("model S", "bf16"), ("wide vocabulary", "fp32")])
 def test_the_peak_is_weights_and_the_kv_budget_and_300_mb(shape: str, dtype: str) -> None:
+    """300 MB with torch's CPU build, whose import takes 230 of them; that of a CUDA build takes 510 by itself."""
     command = [sys.executable, "-c", PEAK_PROGRAM, dtype, *map(json.dumps, SHAPES[shape])]
     figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     budget = 50e6
     print(shape, dtype, {name: round(value / 1e6, 1) for name, value in figures.items()})
     assert 0.6 * budget < figures["kv_used"] <= budget
-    assert figures["peak"] <= figures["weights"] + budget + 300e6
+    assert figures["peak"] <= figures["weights"] + budget + max(300e6, figures["imported"] + 70e6)
 
 
 TOKENIZER_PROGRAM = """
