@@ -60,13 +60,15 @@ def sample_marked_tokens(
     is_removed_RV = _filtered(z_RV, ~is_greedy_R, top_k_R, top_p_R, min_p_R)
     if is_removed_RV is not None:
         z_RV.masked_fill_(is_removed_RV, float("-inf"))
-    cumulative_RV = z_RV.exp().double().cumsum(-1)
-    total_R1 = cumulative_RV[:, -1:]
-    # The threshold stays below the total even where u was rounded to 1, so the last positive step is found.
+    weights_RV = z_RV.exp().double()
+    # A scan on a GPU adds in parallel: a sum may move by a rounding at a step of weight 0, so only positive ones count.
+    reached_RV = weights_RV.cumsum(-1).masked_fill_(weights_RV == 0, 0)
+    total_R1 = reached_RV.amax(-1, keepdim=True)
+    # The threshold stays below the total even where u was rounded to 1, so there is a step that passes it.
     threshold_R1 = torch.minimum(
         uniform_R.double().unsqueeze(1) * total_R1, torch.nextafter(total_R1, total_R1.new_zeros(()))
     )
-    token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
+    token_R1 = (reached_RV > threshold_R1).view(torch.uint8).argmax(-1, keepdim=True)
     token_R1 = torch.where(is_greedy_R.unsqueeze(1), z_RV.argmax(-1, keepdim=True), token_R1)
     token_R1 = torch.where(is_bad_R1, 0, token_R1)
     logprob_R1 = z_RV.gather(1, token_R1).double() - total_R1.log()

@@ -62,6 +62,21 @@ def test_no_token_of_probability_zero_at_any_edge(vocab: int, seed: int, u: floa
         assert bool(logprobs.isfinite().all())
 
 
+@pytest.mark.parametrize("removed", [float("-inf"), -1.0], ids=["impossible", "filtered"])
+@pytest.mark.parametrize("error", [2**-40, -(2**-40)], ids=["rises", "falls"])
+def test_a_sum_that_moves_by_rounding_alone_draws_nothing(
+    error: float, removed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parallel scans, as on a GPU, leave such sums at steps of weight 0: in the middle, and behind the last token."""
+    cumsum = torch.Tensor.cumsum
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) + error * (x == 0))
+    uniform = [0.0, 0.5 - 2**-41, 0.5, 0.5 + 2**-41, LAST_UNIFORM, 1.0]
+    logits = torch.tensor([0.0, removed, 0.0, removed]).expand(len(uniform), -1)
+    tokens, logprobs = _sample(logits, uniform, top_k=None if removed < -1 else 2)
+    assert tokens.tolist() == [0, 0, 2, 2, 2, 2]
+    torch.testing.assert_close(logprobs, torch.full((6,), 0.5).log())
+
+
 def test_greedy_takes_the_lowest_id_among_equals_with_the_unscaled_logprob() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [5.0, 1.0, 5.0, 5.0]])
     tokens, logprobs = _sample(logits, [0.9, 0.9], 0.0, top_k=1, top_p=0.1)
