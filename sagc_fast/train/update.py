@@ -30,6 +30,7 @@ from sagc_fast.algo.rewards import kl_penalised_rewards, shape_rewards
 from sagc_fast.config import UpdateOptions
 from sagc_fast.ops.rows import take_rows
 from sagc_fast.profiling import annotate, ranged
+from sagc_fast.rollout.device import made_current
 from sagc_fast.train.distributed import ALONE, Processes
 from sagc_fast.train.optimizer import PolicyOptimizer
 from sagc_fast.train.packing import MicroBatch, PackItem, pack, pack_group, predicted_cost
@@ -124,14 +125,18 @@ class PolicyUpdater:
         started, self._forward_started = time.perf_counter(), None
         result = UpdateResult(learning_rate=self.optimizer.learning_rate)
         if groups:
-            batch = self._prepare(groups, result)
-            for members in self._minibatches(step, len(groups)):
-                self._optimizer_update(batch, members, result)
-                if result.bad_groups:
-                    break
+            with made_current(self.model.device):
+                self._apply(step, groups, result)
         ended = time.perf_counter()
         result.seconds, result.prepare_seconds = ended - started, (self._forward_started or ended) - started
         return result
+
+    def _apply(self, step: int, groups: Sequence[ScoredGroup], result: UpdateResult) -> None:
+        batch = self._prepare(groups, result)
+        for members in self._minibatches(step, len(groups)):
+            self._optimizer_update(batch, members, result)
+            if result.bad_groups:
+                break
 
     @ranged("advantages")
     def _prepare(self, groups: Sequence[ScoredGroup], result: UpdateResult) -> _Batch:

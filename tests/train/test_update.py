@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -226,6 +227,26 @@ def test_no_signal_at_all_is_an_update_with_zero_gradient(policy):
     groups = [replace(g, scores=[Score(1.0, True)] * len(g.scores)) for g in scored_groups(model)]
     result = updater(model).update(1, groups)
     assert (result.num_updates, result.grad_norms, result.num_informative_groups) == (1, [0.0], 0)
+
+
+def test_the_policy_s_device_is_the_current_one(policy, monkeypatch):
+    """Triton launches on the current device: without, a policy on cuda:1 would be trained by launches on cuda:0."""
+    current, seen = ["cuda:0"], []
+
+    @contextmanager
+    def made_current(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    model = load_model(policy)
+    groups, forward_packed = scored_groups(model), model.forward_packed
+    monkeypatch.setattr("sagc_fast.train.update.made_current", made_current)
+    monkeypatch.setattr(model, "forward_packed", lambda *args: (seen.append(current[-1]), forward_packed(*args))[1])
+    assert updater(model, micro_batch_tokens=16).update(1, groups).num_updates == 1
+    assert len(seen) > 1
+    assert set(seen) == {model.device}
+    assert current == ["cuda:0"]
 
 
 def test_no_group_at_all_is_no_update(policy):
