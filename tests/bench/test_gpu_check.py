@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -166,6 +166,54 @@ def test_busy_time_is_the_union_of_the_kernels(driver: ModuleType) -> None:
 
     assert union_seconds([]) == 0
     assert union_seconds([(0, 10), (5, 20), (40, 50), (41, 42)]) == pytest.approx(30e-9)
+
+
+class SlowHost:
+    """A host that takes ``launch`` seconds to queue a kernel, and a device that runs what is queued in turn."""
+
+    launch = 40e-6
+
+    def __init__(self) -> None:
+        self.now = self.device_free = 0.0
+        owner = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = max(owner.now, owner.device_free)
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1e3 * (other.at - self.at)
+
+        self.Event = Event
+
+    def run(self, seconds: float) -> None:
+        self.now += self.launch
+        self.device_free = max(self.now, self.device_free) + seconds
+
+    def _sleep(self, cycles: int) -> None:
+        self.run(cycles / 1.98e9)
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.device_free)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_slow_host_is_not_timed_as_the_device(driver: ModuleType, monkeypatch) -> None:
+    """Four kernels of 5 us that take the host 160 us to launch; the flush before them takes 60 us."""
+    from gpu import device
+
+    host = SlowHost()
+    monkeypatch.setattr(device, "REHEARSAL", False)
+    monkeypatch.setattr(device, "synchronize", host.synchronize)
+    monkeypatch.setattr(device, "time", host)
+    monkeypatch.setattr(device, "_flush", SimpleNamespace(zero_=lambda: host.run(60e-6)))
+    monkeypatch.setattr(device.torch, "cuda", host)
+    assert device.kernel_seconds(lambda: [host.run(5e-6) for _ in range(4)]) == pytest.approx(20e-6)
 
 
 def test_without_a_gpu_the_check_says_what_to_do(tmp_path: Path) -> None:
