@@ -114,6 +114,7 @@ def launch_all(
     group_decode(q, *caches, part, part_lse, cu, shared, runs, leaders, tables, 2, 0.1)
     paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 2, 0.1)
     merge_splits(part, part_lse, out, cu, shared, 2)
+    paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 1, 0.1, out)
 
     angles = zeros(num_rows, width // 2, of=torch.float32)
     rotary_merge(*rotary_split(qkv[:num_rows].flatten(1), angles, angles, heads, kv_heads), angles, angles)

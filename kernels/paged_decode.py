@@ -2,7 +2,9 @@
 
 A program takes one row, one kv head and one split of the row's private positions; the query heads of the group go
 through the tensor cores together, so k and v are read once. Each split leaves its output and log-sum-exp for
-merge_splits (flash-decoding, Dao et al. 2023). The shared part comes from group_decode.
+merge_splits (flash-decoding, Dao et al. 2023). The shared part comes from group_decode, which runs before. Where the
+private positions are one split, its program folds the shared splits into its own sums and writes the row itself: one
+launch less per layer, and the private output never leaves the registers.
 
 Memory bound: reads 2 x private positions x D x bytes per row and kv head, at about GROUP operations per byte. The grid
 has rows x K x splits programs; the launcher's caller picks the splits to fill the device.
@@ -21,11 +23,11 @@ from sagc_fast.kernels._launch import LOG2E, block_of
 
 @triton.jit(do_not_specialize=["first_split", "stride_ls", "stride_lh", "stride_table"])
 def paged_decode_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, cu_query_ptr, context_ptr, shared_ptr, tables_ptr, scale_log2,
-    stride_qt, stride_qh, stride_block, stride_kvh, stride_ps, stride_ph, stride_ls, stride_lh, stride_table,
-    first_split,
-    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, out_ptr, cu_query_ptr, context_ptr, shared_ptr, tables_ptr, scale_log2,
+    stride_qt, stride_qh, stride_block, stride_kvh, stride_ps, stride_ph, stride_ls, stride_lh, stride_ot, stride_oh,
+    stride_table, first_split,
+    MERGES: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -69,14 +71,31 @@ def paged_decode_kernel(
         acc_GD = acc_GD * shrink_G[:, None]
         acc_GD = tl.dot(weights_GN.to(q_GD.dtype), v_ND, acc_GD, input_precision="ieee")
         top_G = new_top_G
-    # An empty split says so by its log-sum-exp alone; merge_splits does not read its output.
-    place = first_split + split
-    lse_G = tl.where(high > low, top_G + tl.log2(total_G), float("-inf"))
-    lse_ptrs = lse_ptr + sequence.to(tl.int64) * stride_ls + heads_G * stride_lh + place
-    tl.store(lse_ptrs, lse_G, mask=offs_g < GROUP)
-    if high > low:
-        part_ptrs = part_ptr + sequence.to(tl.int64) * stride_ps + heads_G[:, None] * stride_ph + place * D
-        tl.store(part_ptrs + offs_d[None, :], acc_GD / total_G[:, None], mask=is_in_GD)
+    lse_ptrs = lse_ptr + sequence.to(tl.int64) * stride_ls + heads_G * stride_lh
+    part_ptrs = part_ptr + sequence.to(tl.int64) * stride_ps + heads_G[:, None] * stride_ph + offs_d[None, :]
+    if MERGES:
+        # top_G is finite: a row has at least one private position, its newest.
+        num_shared_splits = tl.where(shared > 0, first_split, 0)
+        for place in tl.range(0, num_shared_splits, num_stages=1):
+            lse_G = tl.load(lse_ptrs + place, mask=offs_g < GROUP, other=float("-inf"))
+            # What a split without positions left as its output was never written.
+            is_there_GD = (lse_G > float("-inf"))[:, None] & is_in_GD
+            part_GD = tl.load(part_ptrs + place * D, mask=is_there_GD, other=0.0)
+            new_top_G = tl.maximum(top_G, lse_G)
+            weight_G = tl.exp2(lse_G - new_top_G)
+            shrink_G = tl.exp2(top_G - new_top_G)
+            total_G = total_G * shrink_G + weight_G
+            acc_GD = acc_GD * shrink_G[:, None] + part_GD * weight_G[:, None]
+            top_G = new_top_G
+        out_ptrs = out_ptr + row.to(tl.int64) * stride_ot + heads_G[:, None] * stride_oh + offs_d[None, :]
+        tl.store(out_ptrs, (acc_GD / total_G[:, None]).to(out_ptr.dtype.element_ty), mask=is_in_GD)
+    else:
+        # An empty split says so by its log-sum-exp alone; merge_splits does not read its output.
+        place = first_split + split
+        lse_G = tl.where(high > low, top_G + tl.log2(total_G), float("-inf"))
+        tl.store(lse_ptrs + place, lse_G, mask=offs_g < GROUP)
+        if high > low:
+            tl.store(part_ptrs + place * D, acc_GD / total_G[:, None], mask=is_in_GD)
 
 
 def paged_decode(
@@ -92,8 +111,12 @@ def paged_decode(
     first_split: int,
     num_splits: int,
     scale: float,
+    out_THD: torch.Tensor | None = None,
 ) -> None:
     """Fill splits ``first_split`` to ``first_split + num_splits`` for every sequence that brings one token.
+
+    With ``out_THD``, which asks for one split: write these rows there instead, merged with the splits before
+    ``first_split`` of those that share positions, so that merge_splits has nothing to do.
 
     Args:
         q_THD: fp32, bf16 or fp16, the last axis contiguous; D up to 256.
@@ -104,12 +127,15 @@ def paged_decode(
     """
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads, page = k_cache.shape[1:3]
-    group, width = num_heads // num_kv_heads, block_of(head_dim, 32)
+    group, width, merges = num_heads // num_kv_heads, block_of(head_dim, 32), out_THD is not None
+    if merges and num_splits != 1:
+        raise ValueError(f"paged_decode was given {num_splits} splits and writes rows itself where there is one only.")
     if len(context_lens_S):
         paged_decode_kernel[(len(context_lens_S), num_kv_heads, num_splits)](
-            q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu_query_S1, context_lens_S, shared_lens_S, block_tables_SB,
-            scale * LOG2E, *q_THD.stride()[:2], k_cache.stride(0), k_cache.stride(1), *part_SHPD.stride()[:2],
-            *lse_SHP.stride()[:2], block_tables_SB.stride(0), first_split,
-            GROUP=group, BLOCK_G=block_of(group), PAGE=page, D=head_dim, BLOCK_D=width,
+            q_THD, k_cache, v_cache, part_SHPD, lse_SHP, out_THD, cu_query_S1, context_lens_S, shared_lens_S,
+            block_tables_SB, scale * LOG2E, *q_THD.stride()[:2], k_cache.stride(0), k_cache.stride(1),
+            *part_SHPD.stride()[:2], *lse_SHP.stride()[:2], *(out_THD.stride()[:2] if merges else (0, 0)),
+            block_tables_SB.stride(0), first_split,
+            MERGES=merges, GROUP=group, BLOCK_G=block_of(group), PAGE=page, D=head_dim, BLOCK_D=width,
             BLOCK_N=32 if width > 128 else 64, num_warps=4, num_stages=3,
         )  # fmt: skip

@@ -212,15 +212,18 @@ def paged_attention(
     plan = _decode_plan(layout, k_cache.shape[2], siblings_per_tile(group))
     num_shared = _num_splits(num_walkers(num_sequences, group) * num_kv_heads, layout, q_THD.device)
     num_private = _num_splits(num_sequences * num_kv_heads, layout, q_THD.device)
-    shape = (num_sequences, num_heads, num_shared + num_private)
+    is_merged = num_private == 1  # then the private part's programs are the last to know of their rows
+    shape = (num_sequences, num_heads, num_shared + (0 if is_merged else num_private))
     lse_SHP = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
     part_SHPD = torch.empty(*shape, head_dim, dtype=torch.float32, device=q_THD.device)
     shared, runs, leaders = plan.shared_lens_S, plan.run_starts_S, plan.leaders_S1
     group_decode(q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, shared, runs, leaders, tables, num_shared, scale)
     paged_decode(
-        q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, context, shared, tables, num_shared, num_private, scale
-    )
-    merge_splits(part_SHPD, lse_SHP, out_THD, cu, shared, num_shared)
+        q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, context, shared, tables, num_shared, num_private, scale,
+        out_THD if is_merged else None,
+    )  # fmt: skip
+    if not is_merged:
+        merge_splits(part_SHPD, lse_SHP, out_THD, cu, shared, num_shared)
     return out_THD
 
 

@@ -99,6 +99,24 @@ def test_long_contexts_are_split(device: torch.device, monkeypatch) -> None:
     _compare(_step([(300, 1, 3, 9), (150, 1, 3, 9), (64, 1, -1, 0)], 2, 1, 16, torch.float32), device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("heads", [(3, 1, 32), (6, 2, 80)], ids=str)
+def test_rows_with_one_private_split_are_merged_where_they_are_computed(
+    heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, monkeypatch
+) -> None:
+    """Five shared splits, of which a short prompt fills one, and memory that was never written holds NaN."""
+    splits, empty = iter((5, 1)), torch.empty
+
+    def poisoned(*size: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return empty(*size, dtype=dtype, device=device).fill_(float("nan") if dtype.is_floating_point else 0)
+
+    monkeypatch.setattr(triton_ops, "_num_splits", lambda *_: next(splits))
+    monkeypatch.setattr(triton_ops, "merge_splits", None)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    rows = [(150, 1, 3, 9), (145, 1, 3, 9), (400, 1, 4, 20), (17, 1, 5, 1), (70, 1, -1, 0), (1, 1, -1, 0)]
+    _compare(_step(rows, *heads, dtype), device)
+
+
 def test_more_siblings_than_a_tile_and_neighbours_with_other_prompts(device: torch.device) -> None:
     siblings = triton_ops.siblings_per_tile(48)  # 128 rows hold two
     rows = [(20 + i % 3, 1, 5, 1) for i in range(2 * siblings + 1)] + [(18, 1, 6, 1), (19, 1, 6, 1)]
