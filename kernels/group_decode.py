@@ -19,15 +19,17 @@ import torch
 import triton
 import triton.language as tl
 from sagc_fast.kernels._launch import LOG2E, block_of
+from sagc_fast.kernels.newest import Newest, rotated
 
 
 @triton.jit(do_not_specialize=["num_sequences", "stride_ls", "stride_lh", "stride_table"])
 def group_decode_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, cu_query_ptr, shared_ptr, run_start_ptr, leaders_ptr, tables_ptr,
-    num_sequences, scale_log2,
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, cos_ptr, sin_ptr, cu_query_ptr, context_ptr, shared_ptr, run_start_ptr,
+    leaders_ptr, tables_ptr, num_sequences, scale_log2,
     stride_qt, stride_qh, stride_block, stride_kvh, stride_ps, stride_ph, stride_ls, stride_lh, stride_table,
-    GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_angle,
+    ROTATES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -50,7 +52,14 @@ def group_decode_kernel(
         rows_M = tl.load(cu_query_ptr + siblings_M, mask=is_row_M, other=0)
         is_in_MD = is_row_M[:, None] & (offs_d < D)[None, :]
         q_offs_M = rows_M.to(tl.int64) * stride_qt + heads_M * stride_qh
-        q_MD = tl.load(q_ptr + q_offs_M[:, None] + offs_d[None, :], mask=is_in_MD, other=0.0)
+        if ROTATES:
+            position_M = tl.load(context_ptr + siblings_M, mask=is_row_M, other=1).to(tl.int64) - 1
+            angle_M1 = (position_M * stride_angle)[:, None]
+            q_M1 = q_ptr + q_offs_M[:, None]
+            q_MD = rotated(q_M1, cos_ptr + angle_M1, sin_ptr + angle_M1, offs_d[None, :], is_in_MD, D)
+            q_MD = q_MD.to(q_ptr.dtype.element_ty)
+        else:
+            q_MD = tl.load(q_ptr + q_offs_M[:, None] + offs_d[None, :], mask=is_in_MD, other=0.0)
         table_ptr = tables_ptr + leader.to(tl.int64) * stride_table
         top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total_M = tl.zeros([BLOCK_M], tl.float32)
@@ -102,12 +111,14 @@ def group_decode(
     part_SHPD: torch.Tensor,
     lse_SHP: torch.Tensor,
     cu_query_S1: torch.Tensor,
+    context_lens_S: torch.Tensor,
     shared_lens_S: torch.Tensor,
     run_starts_S: torch.Tensor,
     leaders_S1: torch.Tensor,
     block_tables_SB: torch.Tensor,
     num_splits: int,
     scale: float,
+    newest: Newest | None = None,
 ) -> None:
     """Fill splits 0 to ``num_splits`` for every sequence with a shared part.
 
@@ -119,7 +130,8 @@ def group_decode(
             one token then.
         run_starts_S: int32, the first of the siblings that stand side by side and share the same length.
         leaders_S1: int32, the number of sequences that lead a tile of siblings_per_tile(H / K) siblings, then these.
-        cu_query_S1, block_tables_SB: int32, as in sagc_fast.ops.layouts.PagedLayout.
+        cu_query_S1, context_lens_S, block_tables_SB: int32, as in sagc_fast.ops.layouts.PagedLayout.
+        newest: given when the queries are not rotated yet; they are of the contexts' last positions.
     """
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads, page = k_cache.shape[1:3]
@@ -129,11 +141,13 @@ def group_decode(
     is_fp32 = q_THD.dtype == torch.float32
     block_n = 16 if is_fp32 else 32 if width * block_m > 128 * 64 else 64
     num_warps = 8 if is_fp32 or width > 64 or block_m > 64 else 4
+    angles = (None, None) if newest is None else (newest.cos_PD2, newest.sin_PD2)
     if num_sequences:
         group_decode_kernel[(num_walkers(num_sequences, group), num_kv_heads, num_splits)](
-            q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu_query_S1, shared_lens_S, run_starts_S, leaders_S1,
-            block_tables_SB, num_sequences, scale * LOG2E, *q_THD.stride()[:2], k_cache.stride(0), k_cache.stride(1),
-            *part_SHPD.stride()[:2], *lse_SHP.stride()[:2], block_tables_SB.stride(0),
-            GROUP=group, TILE=siblings_per_tile(group), PAGE=page, D=head_dim, BLOCK_D=width, BLOCK_M=block_m,
-            BLOCK_N=block_n, num_warps=num_warps, num_stages=1 if is_fp32 else 2,
+            q_THD, k_cache, v_cache, part_SHPD, lse_SHP, *angles, cu_query_S1, context_lens_S, shared_lens_S,
+            run_starts_S, leaders_S1, block_tables_SB, num_sequences, scale * LOG2E, *q_THD.stride()[:2],
+            k_cache.stride(0), k_cache.stride(1), *part_SHPD.stride()[:2], *lse_SHP.stride()[:2],
+            block_tables_SB.stride(0), 0 if newest is None else newest.cos_PD2.stride(0),
+            ROTATES=newest is not None, GROUP=group, TILE=siblings_per_tile(group), PAGE=page, D=head_dim,
+            BLOCK_D=width, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps, num_stages=1 if is_fp32 else 2,
         )  # fmt: skip

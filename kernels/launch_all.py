@@ -44,6 +44,7 @@ def launch_all(
     from sagc_fast.kernels.decode_plan import decode_plan
     from sagc_fast.kernels.group_decode import group_decode, siblings_per_tile
     from sagc_fast.kernels.merge_splits import merge_splits
+    from sagc_fast.kernels.newest import Newest
     from sagc_fast.kernels.paged_decode import paged_decode
     from sagc_fast.kernels.paged_prefill import paged_prefill
     from sagc_fast.kernels.philox import uniforms
@@ -111,10 +112,12 @@ def launch_all(
     shared, runs, leaders = decode_plan(cu, siblings, shared_blocks, page, siblings_per_tile(heads // kv_heads))
     paged_prefill(q, *caches, out, cu, context, tables, chunk, 0.1, min_queries=2)
     part, part_lse = zeros(2 + groups, heads, 4, width, of=torch.float32), zeros(2 + groups, heads, 4, of=torch.float32)
-    group_decode(q, *caches, part, part_lse, cu, shared, runs, leaders, tables, 2, 0.1)
-    paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 2, 0.1)
-    merge_splits(part, part_lse, out, cu, shared, 2)
-    paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 1, 0.1, out)
+    angles = zeros(32, width // 2, of=torch.float32)
+    for newest in (None, Newest(k, v, angles, angles, zeros(num_tokens, of=torch.int64))):
+        group_decode(q, *caches, part, part_lse, cu, context, shared, runs, leaders, tables, 2, 0.1, newest)
+        paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 2, 0.1, None, newest)
+        merge_splits(part, part_lse, out, cu, shared, 2)
+        paged_decode(q, *caches, part, part_lse, cu, context, shared, tables, 2, 1, 0.1, out, newest)
 
     angles = zeros(num_rows, width // 2, of=torch.float32)
     rotary_merge(*rotary_split(qkv[:num_rows].flatten(1), angles, angles, heads, kv_heads), angles, angles)

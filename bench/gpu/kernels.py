@@ -87,13 +87,17 @@ class Bench:
         for shared in (True, False):
             layout, num_blocks = decode_layout(shared)
             caches = [self.random(num_blocks, c.num_kv_heads, PAGE, c.head_dim) for _ in "kv"]
-            q = self.random(GROUPS * GROUP_SIZE, c.num_heads, c.head_dim)
+            own = self.random(GROUPS * GROUP_SIZE, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+            own = own.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), 1)
+            tables = [self.random(context, c.head_dim // 2, dtype=torch.float32) for _ in "cs"]
             tokens = (GROUPS if shared else GROUPS * GROUP_SIZE) * PROMPT + GROUPS * GROUP_SIZE * OWN
             self.measure(
                 f"decode attention {'shared' if shared else 'unshared'}",
-                lambda q=q, caches=caches, layout=layout: ops.paged_attention(q, *caches, layout, scale),
+                lambda own=own, tables=tables, caches=caches, layout=layout: ops.rope_and_attend(
+                    *own, *tables, *caches, layout, scale
+                ),
                 num_bytes=2.0 * tokens * c.num_kv_heads * c.head_dim * item,
-                beside=f"{GROUPS} x {GROUP_SIZE} rows, context {PROMPT} + {OWN}",
+                beside=f"{GROUPS} x {GROUP_SIZE} rows, context {PROMPT} + {OWN}, rope and KV write included",
             )
         layout = chunk_layout(context + CHUNK)
         caches = [self.random(layout.block_tables_SB.numel(), c.num_kv_heads, PAGE, c.head_dim) for _ in "kv"]

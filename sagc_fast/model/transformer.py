@@ -173,14 +173,12 @@ class Transformer(nn.Module):
             if layer.q_norm is not None:
                 q_THD = _head_norm(q_THD, layer.q_norm, eps)
                 k_TKD = _head_norm(k_TKD, layer.k_norm, eps)
-            k_cache, v_cache = kv.k(index), kv.v(index)
-            q_THD = ops.rope_and_cache(
-                q_THD, k_TKD, v_TKD, cos_PD2, sin_PD2, layout.positions_T, k_cache, v_cache, layout.slots_T
-            )
+            own, angles, caches = (q_THD, k_TKD, v_TKD), (cos_PD2, sin_PD2), (kv.k(index), kv.v(index))
             is_last = index + 1 == len(layers)
             if is_last and len(layout.logits_rows_R) == 0:  # a prefill chunk short of the prompt's end: the KV was all
+                ops.rope_and_cache(*own, *angles, layout.positions_T, *caches, layout.slots_T)
                 return residual_TE[:0]
-            x_TE = ops.paged_attention(q_THD, k_cache, v_cache, layout, scale).flatten(1)
+            x_TE = ops.rope_and_attend(*own, *angles, *caches, layout, scale).flatten(1)
             if is_last:
                 x_TE, residual_TE = x_TE[layout.logits_rows_R], residual_TE[layout.logits_rows_R]
             x_TE = ops.linear(x_TE, layer.o_weight, layer.o_bias)

@@ -1,10 +1,11 @@
 """The operations of the model, each with one signature and a choice of backends.
 
-``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention``, ``sample_tokens`` and
-``sample_keyed_tokens`` serve the rollout, ``place_rows`` and ``advance_rows`` its bursts on a GPU; in fp32 on the CPU
-each computes a row the same way, bit for bit, whatever the other rows. ``Decoder`` runs all of them for a whole step in
-native code. ``trained_linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rotary_split``, ``varlen_attention``
-and ``token_logprobs`` serve training and are differentiable, once; ``mm`` serves backward passes.
+``linear``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``, ``rope_and_cache``, ``paged_attention`` (both of them:
+``rope_and_attend``), ``sample_tokens`` and ``sample_keyed_tokens`` serve the rollout, ``place_rows`` and
+``advance_rows`` its bursts on a GPU; in fp32 on the CPU each computes a row the same way, bit for bit, whatever the
+other rows. ``Decoder`` runs all of them for a whole step in native code. ``trained_linear``, ``rms_norm``,
+``add_rms_norm``, ``silu_mul``, ``rotary_split``, ``varlen_attention`` and ``token_logprobs`` serve training and are
+differentiable, once; ``mm`` serves backward passes.
 
 The plain-torch functions of the same names (reference.py, products.py, paged.py, sampling.py, varlen.py, logprobs.py)
 document shapes and serve as oracles.
@@ -32,7 +33,7 @@ from sagc_fast.ops.decoder import BoundRows, Decoder, DecoderWeights, LayerWeigh
 from sagc_fast.ops.layouts import PackedLayout, PagedLayout
 from sagc_fast.ops.products import linear as trained_linear
 from sagc_fast.ops.products import mm
-from sagc_fast.profiling import ranged
+from sagc_fast.profiling import annotate, ranged
 
 __all__ = [
     "BoundRows",
@@ -51,6 +52,7 @@ __all__ = [
     "paged_attention",
     "place_rows",
     "rms_norm",
+    "rope_and_attend",
     "rope_and_cache",
     "rotary_split",
     "sample_keyed_tokens",
@@ -153,6 +155,27 @@ def paged_attention(
     if backend == "triton":
         return triton_module().paged_attention(q_THD, k_cache, v_cache, layout, scale)
     return paged.paged_attention(q_THD, k_cache, v_cache, layout, scale)
+
+
+def rope_and_attend(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cos_PD2: torch.Tensor,
+    sin_PD2: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: PagedLayout,
+    scale: float,
+) -> torch.Tensor:
+    """:func:`rope_and_cache` of the step's tokens, then :func:`paged_attention` of the rotated queries; by Triton in
+    the same kernels where no sequence brings more than one token."""
+    own, angles, caches = (q_THD, k_TKD, v_TKD), (cos_PD2, sin_PD2), (k_cache, v_cache)
+    if layout.max_query_len <= 1 and _resolve_with_cache("paged_attention", q_THD, k_cache) == "triton":
+        with annotate("attention"):
+            return triton_module().rope_and_attend(*own, *angles, *caches, layout, scale)
+    q_THD = rope_and_cache(*own, *angles, layout.positions_T, *caches, layout.slots_T)
+    return paged_attention(q_THD, *caches, layout, scale)
 
 
 def _resolve_with_cache(op: str, q_THD: torch.Tensor, k_cache: torch.Tensor) -> str:

@@ -28,6 +28,7 @@ from sagc_fast.kernels.advance_rows import advance_rows as advance_rows_kernel
 from sagc_fast.kernels.decode_plan import decode_plan
 from sagc_fast.kernels.group_decode import group_decode, num_walkers, siblings_per_tile
 from sagc_fast.kernels.merge_splits import merge_splits
+from sagc_fast.kernels.newest import Newest
 from sagc_fast.kernels.paged_decode import paged_decode
 from sagc_fast.kernels.paged_prefill import paged_prefill
 from sagc_fast.kernels.place_rows import place_rows as place_rows_kernel
@@ -200,14 +201,48 @@ def paged_attention(
 ) -> torch.Tensor:
     """Sequences with one token go through the decode kernels, the others through the prefill kernel. What siblings
     share is read once for all of them when they stand side by side."""
-    num_heads, head_dim = q_THD.shape[1:]
-    num_kv_heads, num_sequences = k_cache.shape[1], len(layout.context_lens_S)
+    num_sequences = len(layout.context_lens_S)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     cu, context, tables = layout.cu_query_S1, layout.context_lens_S, layout.block_tables_SB
     if layout.max_query_len > 1:
         paged_prefill(q_THD, k_cache, v_cache, out_THD, cu, context, tables, layout.max_query_len, scale, min_queries=2)
-    if num_sequences == 0 or (num_sequences == 1 and layout.max_query_len > 1):
-        return out_THD
+    if num_sequences and (num_sequences > 1 or layout.max_query_len <= 1):
+        _decode_attention(q_THD, k_cache, v_cache, out_THD, layout, scale)
+    return out_THD
+
+
+def rope_and_attend(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cos_PD2: torch.Tensor,
+    sin_PD2: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: PagedLayout,
+    scale: float,
+) -> torch.Tensor:
+    """Where no sequence brings more than one token: the decode kernels rotate and write keys and values themselves."""
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if len(q_THD):
+        newest = Newest(k_TKD, v_TKD, cos_PD2, sin_PD2, layout.slots_T)
+        _decode_attention(q_THD, k_cache, v_cache, out_THD, layout, scale, newest)
+    return out_THD
+
+
+def _decode_attention(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out_THD: torch.Tensor,
+    layout: PagedLayout,
+    scale: float,
+    newest: Newest | None = None,
+) -> None:
+    """Fill the rows of the sequences that bring one token."""
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv_heads, num_sequences = k_cache.shape[1], len(layout.context_lens_S)
+    cu, context, tables = layout.cu_query_S1, layout.context_lens_S, layout.block_tables_SB
     group = num_heads // num_kv_heads
     plan = _decode_plan(layout, k_cache.shape[2], siblings_per_tile(group))
     num_shared = _num_splits(num_walkers(num_sequences, group) * num_kv_heads, layout, q_THD.device)
@@ -216,15 +251,15 @@ def paged_attention(
     shape = (num_sequences, num_heads, num_shared + (0 if is_merged else num_private))
     lse_SHP = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
     part_SHPD = torch.empty(*shape, head_dim, dtype=torch.float32, device=q_THD.device)
-    shared, runs, leaders = plan.shared_lens_S, plan.run_starts_S, plan.leaders_S1
-    group_decode(q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, shared, runs, leaders, tables, num_shared, scale)
+    shared, parts = plan.shared_lens_S, (part_SHPD, lse_SHP)
+    siblings = (cu, context, shared, plan.run_starts_S, plan.leaders_S1, tables)
+    group_decode(q_THD, k_cache, v_cache, *parts, *siblings, num_shared, scale, newest)
     paged_decode(
-        q_THD, k_cache, v_cache, part_SHPD, lse_SHP, cu, context, shared, tables, num_shared, num_private, scale,
-        out_THD if is_merged else None,
+        q_THD, k_cache, v_cache, *parts, cu, context, shared, tables, num_shared, num_private, scale,
+        out_THD if is_merged else None, newest,
     )  # fmt: skip
     if not is_merged:
-        merge_splits(part_SHPD, lse_SHP, out_THD, cu, shared, num_shared)
-    return out_THD
+        merge_splits(*parts, out_THD, cu, shared, num_shared)
 
 
 def _num_splits(num_programs: int, layout: PagedLayout, device: torch.device) -> int:

@@ -54,8 +54,12 @@ def rollout(contexts, queries):
         long, empty(S, **int32), empty(S, **int32), max(queries), max(contexts))
     caches = empty(64, KV, 16, D), empty(64, KV, 16, D)
     q, k, v = empty(T, HEADS + 2 * KV, D).split((HEADS, KV, KV), 1)
-    q = triton_ops.rope_and_cache(q, k, v, *empty(2, 5000, D // 2, dtype=torch.float32), long, *caches, long)
-    triton_ops.paged_attention(q, *caches, layout, 0.1)
+    tables = empty(2, 5000, D // 2, dtype=torch.float32)
+    if max(queries) == 1:
+        triton_ops.rope_and_attend(q, k, v, *tables, *caches, layout, 0.1)
+    else:
+        q = triton_ops.rope_and_cache(q, k, v, *tables, long, *caches, long)
+        triton_ops.paged_attention(q, *caches, layout, 0.1)
     keys = tuple(empty(S, dtype=torch.int64) for _ in range(4))
     logits, temperature = empty(S, V), empty(S, dtype=torch.float32)
     triton_ops.sample_keyed_tokens(logits, keys, temperature)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from sagc_fast import RolloutEngine, SamplingParams, ops
 from sagc_fast.algo.config import DAPO
 from sagc_fast.algo.loss import linear_policy_loss
+from sagc_fast.ops.layouts import PagedLayout
+from sagc_fast.rollout.kv_cache import KVCache
 from sagc_fast.train.packing import PackItem, build_micro_batch
 
 
@@ -20,6 +24,35 @@ def test_engine_draws_the_tokens_of_plain_torch(tiny_model, device: torch.device
         return [completion.token_ids for group in groups for completion in group.completions]
 
     assert tokens("triton") == tokens("torch")
+
+
+def test_a_layer_of_a_decode_step_is_five_launches_beside_its_products(tiny_model, device, monkeypatch) -> None:
+    kind = InterpretedFunction if device.type == "cpu" else JITFunction
+    launch, launched = kind.run, []
+    monkeypatch.setattr(
+        kind, "run", lambda self, *a, **k: (launched.append(self.fn.__name__), launch(self, *a, **k))[1]
+    )
+
+    def of_layers(num_layers: int) -> list[str]:
+        model = tiny_model("llama", num_layers=num_layers).to(device)
+        config = model.config
+        kv = KVCache(num_layers, 4, 16, config.num_kv_heads, config.head_dim, device=device)
+        rows = torch.arange(3, device=device)
+        int32 = rows.int()
+        layout = PagedLayout(
+            rows * 0 + 16, torch.arange(4, device=device).int(), int32 * 0 + 17, torch.stack((int32 * 0, int32 + 1), 1),
+            16 + 16 * rows, rows, int32 * 0, int32 * 0 + 1, max_query_len=1, max_context_len=17,
+        )  # fmt: skip
+        launched.clear()
+        with ops.use_backend("triton"):
+            assert torch.isfinite(model.forward_paged(rows, layout, kv)).all()
+        return list(launched)
+
+    one, two = of_layers(1), of_layers(2)
+    assert one[:2] == ["rms_norm_kernel", "decode_plan_kernel"]
+    attention = ["group_decode_kernel", "paged_decode_kernel"]
+    assert one[2:] == [*attention, "rms_norm_kernel", "silu_mul_kernel", "rms_norm_kernel"]
+    assert two == one + one[2:]
 
 
 def test_training_step_has_the_gradients_of_plain_torch(tiny_model, device: torch.device) -> None:

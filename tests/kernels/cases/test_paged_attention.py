@@ -9,7 +9,8 @@ import torch
 from sagc_fast.kernels.decode_plan import BLOCK_SEQUENCES, decode_plan
 from sagc_fast.kernels.group_decode import group_decode
 
-from sagc_fast.ops import paged, triton_ops
+from sagc_fast import ops
+from sagc_fast.ops import paged, reference, triton_ops
 from sagc_fast.ops.layouts import PagedLayout
 
 SCALE = 0.3
@@ -117,6 +118,52 @@ def test_rows_with_one_private_split_are_merged_where_they_are_computed(
     _compare(_step(rows, *heads, dtype), device)
 
 
+OWN = {
+    "one split": ([(1, 1, -1, 0), (33, 1, 7, 2), (40, 1, 7, 2), (65, 1, 7, 2), (130, 1, 8, 1), (17, 1, 9, 1)], (5, 1)),
+    # Private positions of 64, 65 and 129: the newest closes a split, is one by itself, and leaves splits without any.
+    "several": ([(80, 1, 3, 1), (81, 1, 3, 1), (145, 1, 4, 1), (2, 1, -1, 0), (0, 0, -1, 0), (32, 1, -1, 0)], (2, 4)),
+    "more siblings than a tile": ([(20 + i % 14, 1, 5, 1) for i in range(45)] + [(18, 1, 6, 1)], (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("heads", [(3, 1, 32), (4, 2, 80)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)], ids=str
+)
+def test_decode_rows_rotate_and_write_their_own(
+    name: str, heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, monkeypatch
+) -> None:
+    """As rotary embedding, write and attention one after the other; before, the newest positions are NaN."""
+    rows, splits = OWN[name]
+    _, k_cache, v_cache, layout = _step(rows, *heads, dtypes[1])
+    (num_heads, num_kv_heads, head_dim), generator = heads, torch.Generator().manual_seed(9)
+    newest = [(s, context - 1) for s, (context, n, *_) in enumerate(rows) if n]
+    tables = layout.block_tables_SB.long()
+    slots = torch.tensor([int(tables[s, place // PAGE]) * PAGE + place % PAGE for s, place in newest])
+    for cache in (k_cache, v_cache):
+        cache[slots // PAGE, :, slots % PAGE] = float("nan")
+    qkv = torch.randn(len(slots), num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtypes[0])
+    own = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    angles = torch.randn(layout.max_context_len, head_dim // 2, generator=generator)
+    tables = (angles.cos(), angles.sin())
+    wanted_caches = (k_cache.clone(), v_cache.clone())
+    q = reference.rope_and_cache(*own, *tables, layout.positions_T, *wanted_caches, slots)
+    wanted = paged.paged_attention(q.float(), *(cache.float() for cache in wanted_caches), layout, SCALE)
+
+    splits = iter(splits)
+    monkeypatch.setattr(triton_ops, "_num_splits", lambda *_: next(splits))
+    moved = {name: x.to(device) for name, x in layout.__dict__.items() if isinstance(x, torch.Tensor)}
+    layout, caches = replace(layout, **moved | {"slots_T": slots.to(device)}), (k_cache.to(device), v_cache.to(device))
+    own, tables = ([x.to(device) for x in part] for part in (own, tables))
+    with ops.use_backend("triton"):
+        found = ops.rope_and_attend(*own, *tables, *caches, layout, SCALE)
+    assert (found.cpu().float() - wanted).abs().max() <= TOLERANCE[min(dtypes, key=lambda dtype: dtype.itemsize)]
+    written = TOLERANCE[torch.float32] if dtypes[1] == torch.float32 else 2.0**-7
+    torch.testing.assert_close(caches[0].cpu(), wanted_caches[0], rtol=written, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(caches[1].cpu(), wanted_caches[1], rtol=0, atol=0, equal_nan=True)
+
+
 def test_more_siblings_than_a_tile_and_neighbours_with_other_prompts(device: torch.device) -> None:
     siblings = triton_ops.siblings_per_tile(48)  # 128 rows hold two
     rows = [(20 + i % 3, 1, 5, 1) for i in range(2 * siblings + 1)] + [(18, 1, 6, 1), (19, 1, 6, 1)]
@@ -133,10 +180,10 @@ def test_a_tile_of_siblings_writes_nothing_for_the_row_behind_them(device: torch
     """The neighbour's own program would repair it here, where programs run in turn; on a GPU they race."""
     q, k, v, layout = _step([(20, 1, 5, 1), (19, 1, 5, 1), (18, 1, -1, 0)], 2, 1, 16, torch.float32)
     plan = ([16, 16, 0], [0, 0, 2], [1, 0, 0, 0])
-    integers = (layout.cu_query_S1, *(torch.tensor(column).int() for column in plan))
+    integers = (layout.cu_query_S1, layout.context_lens_S, *(torch.tensor(column).int() for column in plan))
     part, lse = torch.full((3, 2, 1, 16), 7.0, device=device), torch.full((3, 2, 1), 7.0, device=device)
-    q, k, v, cu, shared, runs, leaders, tables = (x.to(device) for x in (q, k, v, *integers, layout.block_tables_SB))
-    group_decode(q, k, v, part, lse, cu, shared, runs, leaders, tables, 1, SCALE)
+    q, k, v, *integers = (x.to(device) for x in (q, k, v, *integers, layout.block_tables_SB))
+    group_decode(q, k, v, part, lse, *integers, 1, SCALE)
     assert (part[2] == 7.0).all()
     assert (lse[2] == 7.0).all()
     assert (lse[:2] != 7.0).all()
