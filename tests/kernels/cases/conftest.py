@@ -15,8 +15,8 @@ import torch
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 if IS_INTERPRETED:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from interpreter import repair
 
     repair()
