@@ -74,7 +74,7 @@ const C* locate(const AttentionArgs& a, AttentionState& s, const Segment& g, con
 // Scores of ROWS rows for `count` positions (rounded up to whole tiles: the run has that many) from k on.
 template <int ROWS, int COLS, class C>
 inline __attribute__((always_inline)) void score_tile(const float* q, int64_t width, const C* k, int count, int64_t head_dim,
-                                                      float* out) {
+                                                      float* out, Fetch& fetch) {
   for (int j = 0; j < count; j += COLS, k += COLS * head_dim) {
     Vec acc[ROWS][COLS];
 #pragma GCC unroll 16
@@ -83,6 +83,7 @@ inline __attribute__((always_inline)) void score_tile(const float* q, int64_t wi
       for (int c = 0; c < COLS; c++) acc[r][c] = Vec::zero();
     int64_t i = 0;
     for (; i + Vec::kWidth <= head_dim; i += Vec::kWidth) {
+      fetch.advance<COLS * Vec::kWidth * int64_t{sizeof(C)}>();
       Vec x[ROWS];
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) x[r] = Vec::load(q + r * width + i);
@@ -115,18 +116,18 @@ inline __attribute__((always_inline)) void score_tile(const float* q, int64_t wi
 
 // One row has nothing to share a key with: more positions at a time instead, for independent sums.
 template <class C>
-void score_rows(int rows, const float* q, int64_t width, const C* k, int count, int64_t head_dim, float* out) {
+void score_rows(int rows, const float* q, int64_t width, const C* k, int count, int64_t head_dim, float* out, Fetch& fetch) {
   for (int tiles = (rows + kScoreRows - 1) / kScoreRows; tiles > 0; tiles--) {
     const int n = (rows + tiles - 1) / tiles;
     switch (n) {
-      case 1: score_tile<1, 8>(q, width, k, count, head_dim, out); break;
-      case 2: score_tile<2, 4>(q, width, k, count, head_dim, out); break;
-      case 3: score_tile<3, 4>(q, width, k, count, head_dim, out); break;
+      case 1: score_tile<1, 8>(q, width, k, count, head_dim, out, fetch); break;
+      case 2: score_tile<2, 4>(q, width, k, count, head_dim, out, fetch); break;
+      case 3: score_tile<3, 4>(q, width, k, count, head_dim, out, fetch); break;
       default:
         if constexpr (kManyRegisters) {
-          if (n == 4) score_tile<4, 4>(q, width, k, count, head_dim, out);
-          if (n == 5) score_tile<5, 4>(q, width, k, count, head_dim, out);
-          if (n == 6) score_tile<6, 4>(q, width, k, count, head_dim, out);
+          if (n == 4) score_tile<4, 4>(q, width, k, count, head_dim, out, fetch);
+          if (n == 5) score_tile<5, 4>(q, width, k, count, head_dim, out, fetch);
+          if (n == 6) score_tile<6, 4>(q, width, k, count, head_dim, out, fetch);
         }
     }
     rows -= n, q += n * width, out += n * kAttentionChunk;
@@ -174,7 +175,7 @@ void softmax_rows(AttentionState& s, int64_t start) {
 template <int ROWS, int VECS, class C>
 inline __attribute__((always_inline)) void weigh_tile(float* o, int64_t width, const float* p, const float* factor,
                                                       const C* v, int begin, int end, int64_t head_dim, int64_t at,
-                                                      int partial) {
+                                                      int partial, Fetch& fetch) {
   Vec acc[ROWS][VECS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
@@ -182,6 +183,7 @@ inline __attribute__((always_inline)) void weigh_tile(float* o, int64_t width, c
     for (int i = 0; i < VECS; i++) acc[r][i] = Vec::load(o + r * width + at + i * Vec::kWidth) * Vec::splat(factor[r]);
   v += begin * head_dim + at;
   for (int j = begin; j < end; j++, v += head_dim) {
+    fetch.advance<VECS * Vec::kWidth * int64_t{sizeof(C)}>();
     Vec y[VECS];
 #pragma GCC unroll 16
     for (int i = 0; i < VECS; i++)
@@ -201,13 +203,13 @@ inline __attribute__((always_inline)) void weigh_tile(float* o, int64_t width, c
 
 template <int VECS, class C>
 void weigh_vecs(int rows, float* o, int64_t width, const float* p, const float* factor, const C* v, int begin, int end,
-                int64_t head_dim, int64_t at, int partial) {
+                int64_t head_dim, int64_t at, int partial, Fetch& fetch) {
   constexpr int kMost = weigh_rows(VECS);
   for (int tiles = (rows + kMost - 1) / kMost; tiles > 0; tiles--) {
     const int n = (rows + tiles - 1) / tiles;
     switch (n) {
 #define SAGC_WEIGH(N) \
-  case N: if constexpr (N <= kMost) weigh_tile<N, VECS>(o, width, p, factor, v, begin, end, head_dim, at, partial); break;
+  case N: if constexpr (N <= kMost) weigh_tile<N, VECS>(o, width, p, factor, v, begin, end, head_dim, at, partial, fetch); break;
       SAGC_WEIGH(1)
       SAGC_WEIGH(2)
       SAGC_WEIGH(3)
@@ -224,25 +226,26 @@ void weigh_vecs(int rows, float* o, int64_t width, const float* p, const float* 
 
 template <class C>
 void weigh_rows(int rows, float* o, int64_t width, const float* p, const float* factor, const C* v, int begin, int end,
-                int64_t head_dim) {
+                int64_t head_dim, Fetch& fetch) {
   int64_t at = 0;
   for (int64_t vecs = head_dim / Vec::kWidth; vecs > 0;) {
     const int n = vecs == 3 || vecs == 6 ? 3 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
     switch (n) {
-      case 1: weigh_vecs<1>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
-      case 2: weigh_vecs<2>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
-      case 3: weigh_vecs<3>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
-      case 4: weigh_vecs<4>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0); break;
+      case 1: weigh_vecs<1>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0, fetch); break;
+      case 2: weigh_vecs<2>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0, fetch); break;
+      case 3: weigh_vecs<3>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0, fetch); break;
+      case 4: weigh_vecs<4>(rows, o, width, p, factor, v, begin, end, head_dim, at, 0, fetch); break;
     }
     vecs -= n, at += n * Vec::kWidth;
   }
   if (at < head_dim)
-    weigh_vecs<1>(rows, o, width, p, factor, v, begin, end, head_dim, at, static_cast<int>(head_dim - at));
+    weigh_vecs<1>(rows, o, width, p, factor, v, begin, end, head_dim, at, static_cast<int>(head_dim - at), fetch);
 }
 
 // The weighted sum of the values of a segment's run, together as far as all its rows see, then each row's remainder.
 template <class C>
-void weigh_run(AttentionState& s, const Segment& g, int h, int64_t start, const C* v, int run, int count, int64_t head_dim) {
+void weigh_run(AttentionState& s, const Segment& g, int h, int64_t start, const C* v, int run, int count, int64_t head_dim,
+               Fetch& fetch) {
   static constexpr float kOnes[kAttentionRows] = {
       1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
       1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -255,10 +258,10 @@ void weigh_run(AttentionState& s, const Segment& g, int h, int64_t start, const 
     return static_cast<int>(n < 0 ? 0 : n < count ? n : count);
   };
   const int least = sees(0);  // rows of a sequence stand in ascending order, and rows that share see all there is
-  if (least > 0) weigh_rows(rows, o, s.width, p, factor, v, 0, least, head_dim);
+  if (least > 0) weigh_rows(rows, o, s.width, p, factor, v, 0, least, head_dim, fetch);
   for (int r = 0; r < rows; r++)
     if (const int n = sees(r); n > least)
-      weigh_rows(1, o + r * s.width, s.width, p + r * kAttentionChunk, kOnes, v, least, n, head_dim);
+      weigh_rows(1, o + r * s.width, s.width, p + r * kAttentionChunk, kOnes, v, least, n, head_dim, fetch);
 }
 
 template <class C>
@@ -269,20 +272,21 @@ void attend_chunk(const AttentionArgs& a, AttentionState& s, int64_t start, cons
       for (int run = 0; run * kAttentionRun < g.count; run++) {
         const int left = g.count - run * kAttentionRun, count = left < kAttentionRun ? left : kAttentionRun;
         for (int h = 0; h < s.heads; h++) {
-          stream.before_work(count);
-          f(g, h, run, count, locate(a, s, g, stream.head(values, h), start, run, count));
+          Fetch fetch = stream.before_work(count);
+          f(g, h, run, count, locate(a, s, g, stream.head(values, h), start, run, count), fetch);
+          fetch.finish();
         }
       }
     }
   };
-  for_each_run(false, [&](const Segment& g, int h, int run, int count, const C* k) {
+  for_each_run(false, [&](const Segment& g, int h, int run, int count, const C* k, Fetch& fetch) {
     const int at = s.place(h, g.row_begin);
     score_rows(g.row_end - g.row_begin, s.q + at * s.width, s.width, k, count, a.head_dim,
-               s.scores + at * kAttentionChunk + g.first + run * kAttentionRun);
+               s.scores + at * kAttentionChunk + g.first + run * kAttentionRun, fetch);
   });
   softmax_rows(s, start);
-  for_each_run(true, [&](const Segment& g, int h, int run, int count, const C* v) {
-    weigh_run(s, g, h, start, v, run, count, a.head_dim);
+  for_each_run(true, [&](const Segment& g, int h, int run, int count, const C* v, Fetch& fetch) {
+    weigh_run(s, g, h, start, v, run, count, a.head_dim, fetch);
   });
 }
 

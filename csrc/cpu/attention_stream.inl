@@ -6,6 +6,7 @@ namespace {
 constexpr int kRunsPerChunk = kAttentionChunk / kAttentionRun;
 constexpr int64_t kLeastAheadBytes = 12 * 1024;  // measured: 12 to 24 KB do alike, 48 KB cost 10%
 constexpr int64_t kMostAheadBytes = 24 * 1024;
+constexpr bool kSpreadsFetches = Vec::kWidth < 16;
 
 // Row r of the item's KV head h stands at place h * rows + r.
 struct AttentionState {
@@ -64,6 +65,23 @@ void find_segments(const AttentionArgs& a, const AttentionItem& item, const Atte
   }
 }
 
+// Lines that are still to be asked for while a piece of work goes on. A core has room for some twenty misses; a burst of more makes
+// it stop until they are back, and nothing is worked meanwhile.
+struct Fetch {
+  const char *at = nullptr, *end = nullptr;
+
+  template <int64_t BYTES>
+  inline __attribute__((always_inline)) void advance() {
+    if (!kSpreadsFetches || at >= end) return;
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < (BYTES + 63) / 64; i++) __builtin_prefetch(at + i * 64, 0, 2);
+    at += (BYTES + 63) / 64 * 64;
+  }
+  inline __attribute__((always_inline)) void finish() {
+    for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 // Asks for the keys and values in the order of the work (pass, segment, run, KV head), some way ahead of it, also into the
 // next chunk. Each piece of work is announced; as much is then fetched as is worked, which keeps the distance.
 template <class C>
@@ -83,22 +101,26 @@ class Stream {
   }
 
   // Forced inline: GCC drops calls of a function that does nothing but prefetch.
-  inline __attribute__((always_inline)) void before_work(int64_t positions) {
+  inline __attribute__((always_inline)) Fetch before_work(int64_t positions) {
     const int64_t bytes = positions * a_.head_dim * int64_t{sizeof(C)};
+    Fetch fetch;
     ahead_ -= bytes;
     for (int64_t due = bytes; ahead_ < kMostAheadBytes && (due > 0 || ahead_ < kLeastAheadBytes);) {
-      if (list_ == nullptr || list_->size == 0) return;
-      due -= fetch_run();
+      if (list_ == nullptr || list_->size == 0) break;
+      fetch.finish();
+      fetch = next_run();
+      due -= fetch.end - fetch.at;
     }
+    if (!kSpreadsFetches) fetch.finish();
+    return fetch;
   }
 
  private:
-  inline __attribute__((always_inline)) int64_t fetch_run() {
+  Fetch next_run() {
     const Segment& g = list_->list[segment_];
     const int left = g.count - run_ * kAttentionRun;
     const int64_t bytes = (left < kAttentionRun ? left : kAttentionRun) * a_.head_dim * int64_t{sizeof(C)};
     const char* p = reinterpret_cast<const char*>(head(values_, head_) + g.runs[run_]);
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
     ahead_ += bytes;
     if (++head_ == heads_) {
       head_ = 0;
@@ -107,7 +129,7 @@ class Stream {
       else
         run_++;
     }
-    return bytes;
+    return {p, p + bytes};
   }
 
   void next_segment() {
