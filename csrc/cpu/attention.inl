@@ -81,30 +81,40 @@ inline __attribute__((always_inline)) void score_tile(const float* q, int64_t wi
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
       for (int c = 0; c < COLS; c++) acc[r][c] = Vec::zero();
-    int64_t i = 0;
-    for (; i + Vec::kWidth <= head_dim; i += Vec::kWidth) {
-      fetch.advance<COLS * Vec::kWidth * int64_t{sizeof(C)}>();
-      Vec x[ROWS];
+    // Positions [first, last) over the head.
+    auto accumulate = [&](int first, int last) __attribute__((always_inline)) {
+      int64_t i = 0;
+      fetch.advance((last - first) * head_dim * int64_t{sizeof(C)});
+      for (; i + Vec::kWidth <= head_dim; i += Vec::kWidth) {
+        Vec x[ROWS];
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) x[r] = Vec::load(q + r * width + i);
+        for (int r = 0; r < ROWS; r++) x[r] = Vec::load(q + r * width + i);
 #pragma GCC unroll 16
-      for (int c = 0; c < COLS; c++) {
-        const Vec y = Vec::load(k + c * head_dim + i);
+        for (int c = first; c < last; c++) {
+          const Vec y = Vec::load(k + c * head_dim + i);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) acc[r][c] = Vec::fma(x[r], y, acc[r][c]);
+          for (int r = 0; r < ROWS; r++) acc[r][c] = Vec::fma(x[r], y, acc[r][c]);
+        }
       }
-    }
-    if (i < head_dim) {
-      const int n = static_cast<int>(head_dim - i);
-      Vec x[ROWS];
+      if (i < head_dim) {
+        const int n = static_cast<int>(head_dim - i);
+        Vec x[ROWS];
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) x[r] = Vec::load(q + r * width + i);
+        for (int r = 0; r < ROWS; r++) x[r] = Vec::load(q + r * width + i);
 #pragma GCC unroll 16
-      for (int c = 0; c < COLS; c++) {
-        const Vec y = Vec::load_partial(k + c * head_dim + i, n);
+        for (int c = first; c < last; c++) {
+          const Vec y = Vec::load_partial(k + c * head_dim + i, n);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) acc[r][c] = Vec::fma(x[r], y, acc[r][c]);
+          for (int r = 0; r < ROWS; r++) acc[r][c] = Vec::fma(x[r], y, acc[r][c]);
+        }
       }
+    };
+    if constexpr (ROWS == 1) {  // waits for memory, which is faster the more lies next to each other
+      constexpr int kStep = kSpreadsFetches ? 4 : COLS;
+#pragma GCC unroll 16
+      for (int c = 0; c < COLS; c += kStep) accumulate(c, c + kStep);
+    } else {
+      accumulate(0, COLS);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
@@ -183,7 +193,7 @@ inline __attribute__((always_inline)) void weigh_tile(float* o, int64_t width, c
     for (int i = 0; i < VECS; i++) acc[r][i] = Vec::load(o + r * width + at + i * Vec::kWidth) * Vec::splat(factor[r]);
   v += begin * head_dim + at;
   for (int j = begin; j < end; j++, v += head_dim) {
-    fetch.advance<VECS * Vec::kWidth * int64_t{sizeof(C)}>();
+    fetch.advance(VECS * Vec::kWidth * int64_t{sizeof(C)});
     Vec y[VECS];
 #pragma GCC unroll 16
     for (int i = 0; i < VECS; i++)
