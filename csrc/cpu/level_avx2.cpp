@@ -16,6 +16,7 @@ using namespace sagc;
 
 // clang-format off
 #include "vec_avx2.h"
+#define SAGC_LANES_OF_COLUMNS
 #include "kernels_all.inl"
 // clang-format on
 

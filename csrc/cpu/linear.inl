@@ -3,7 +3,8 @@
 // The columns of y are cut into panels of 16 or 32 weight rows, the rows of y into blocks whose x stays in the L2 cache; one panel
 // of one block is a work item. Within an item k is cut into ranges (a function of K alone) such that the panel's slice stays
 // in the L1 cache while all rows of the block pass by. An output is the sum, in ascending order of the ranges, of one dot
-// product per range, plus the bias: the same for every M, panel position and thread. In bf16 with short K, linear_short.inl serves.
+// product per range, plus the bias: the same for every M, panel position and thread. Where K is short, linear_short.inl or
+// linear_columns.inl serve at some levels.
 #pragma once
 
 namespace {
@@ -215,6 +216,8 @@ inline bool meets_in_bf16(const LinearArgs& a) {
 #endif
 }
 
+inline int64_t weight_bytes(const LinearArgs& a) { return a.weight_dtype == Dtype::kFloat32 ? 4 : 2; }
+
 int64_t linear_scratch(const LinearArgs& a) {
   return a.x_dtype == Dtype::kFloat32 || meets_in_bf16(a) ? 0 : a.M * a.K * int64_t{sizeof(float)};
 }
@@ -233,27 +236,42 @@ void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
 
 #ifdef SAGC_BF16_DOT
 #include "linear_short.inl"
+#define SAGC_SHORT
+#elif defined(SAGC_LANES_OF_COLUMNS)
+#include "linear_columns.inl"
+#define SAGC_SHORT
 #endif
 
 // The functions of the table.
 namespace {
 
 int64_t linear_packed_bytes(const LinearArgs& a) {
-#ifdef SAGC_BF16_DOT
-  if (is_short(a)) return (a.N + kLanePanel - 1) / kLanePanel * kLanePanel * a.K * int64_t{sizeof(bf16_t)};
+#ifdef SAGC_SHORT
+  if (is_short(a)) return (a.N + kLanePanel - 1) / kLanePanel * kLanePanel * a.K * weight_bytes(a);
 #endif
   return 0;
 }
 
 void linear_pack_weight(const LinearArgs& a, void* out) {
-#ifdef SAGC_BF16_DOT
-  for (int64_t c = 0; c < a.N; c += kLanePanel) lay_out_panel(a, c, static_cast<bf16_t*>(out) + c * a.K);
+#ifdef SAGC_SHORT
+  for (int64_t c = 0; c < a.N; c += kLanePanel) {
+    char* panel = static_cast<char*>(out) + c * a.K * weight_bytes(a);
+#ifdef SAGC_LANES_OF_COLUMNS
+    if (a.weight_dtype == Dtype::kFloat32) {
+      lay_out_panel(a, c, reinterpret_cast<float*>(panel));
+      continue;
+    }
+#endif
+    lay_out_panel(a, c, reinterpret_cast<bf16_t*>(panel));
+  }
 #endif
 }
 
 int64_t linear_items(const LinearArgs& a) {
-#ifdef SAGC_BF16_DOT
+#ifdef SAGC_SHORT
   if (is_short(a)) return short_items(a);
+#endif
+#ifdef SAGC_BF16_DOT
   if (meets_in_bf16(a)) return product_items<Bf16Product>(a);
 #endif
   return product_items<Product<FloatDot, float, float>>(a);
@@ -264,9 +282,14 @@ void linear(const LinearArgs& a, int64_t begin, int64_t end) {
   if (is_short(a)) return short_range(a, begin, end);
   if (meets_in_bf16(a)) return linear_range<Bf16Product>(a, a.x, a.x_stride, begin, end);
 #endif
-  const bool packed = linear_scratch(a) > 0;
-  const void* x = packed ? a.scratch : a.x;
-  const int64_t x_stride = packed ? a.K : a.x_stride;
+  const bool is_widened = linear_scratch(a) > 0;
+  const void* x = is_widened ? a.scratch : a.x;
+  const int64_t x_stride = is_widened ? a.K : a.x_stride;
+#ifdef SAGC_LANES_OF_COLUMNS
+  if (is_short(a))
+    return a.weight_dtype == Dtype::kFloat32 ? short_range<float>(a, static_cast<const float*>(x), x_stride, begin, end)
+                                             : short_range<bf16_t>(a, static_cast<const float*>(x), x_stride, begin, end);
+#endif
   a.weight_dtype == Dtype::kFloat32 ? linear_range<Product<FloatDot, float, float>>(a, x, x_stride, begin, end)
                                     : linear_range<Product<FloatDot, float, bf16_t>>(a, x, x_stride, begin, end);
 }
