@@ -16,7 +16,7 @@ from typing import Any
 from sagc_fast.bench.ceilings import Ceilings
 from sagc_fast.bench.models import Shape
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)

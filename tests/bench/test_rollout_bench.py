@@ -29,8 +29,8 @@ def small_model(monkeypatch, thin_shape, fake_python):
 
 
 def measure(pythons, peers=("vllm",), runs=2, **fields):
-    settings = RolloutSettings("S", "fp32", 1, SMALL, tuple(peers), runs, 60.0, False, pythons)
-    return rollout.run(settings, "mine", lambda text: None, **fields)
+    settings = RolloutSettings("S", "fp32", 1, SMALL, tuple(peers), runs, 60.0, False, pythons, **fields)
+    return rollout.run(settings, "mine", lambda text: None)
 
 
 def test_a_peer_is_asked_under_the_interpreter_given_for_it(small_model, fake_python):
@@ -61,6 +61,16 @@ def test_this_engine_does_exactly_the_work(small_model, monkeypatch):
     assert record["bound"]["seconds"] > 0
     assert record["bound"]["reached"] > 0
     assert record["memory"]["peak_rss_mb"] > record["memory"]["weights_mb"]
+
+
+def test_keys_and_values_take_the_dtype_asked_for(small_model, monkeypatch, fake_python):
+    monkeypatch.setattr(rollout, "OWN_PYTHON", sys.executable)
+    wide = measure({}, peers=(), runs=1)
+    narrow = measure({"vllm": str(fake_python)}, runs=1, kv_dtype="fp16")
+    assert narrow["memory"]["kv_mb"] == pytest.approx(wide["memory"]["kv_mb"] / 2, rel=1e-3)
+    assert "kv_dtype" not in wide["settings"]
+    assert narrow["settings"]["kv_dtype"] == "fp16"
+    assert narrow["notes"] == ["vLLM keeps keys and values in fp32, as its model is."]
 
 
 @pytest.mark.parametrize(

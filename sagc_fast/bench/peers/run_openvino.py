@@ -28,6 +28,8 @@ def load(settings: dict[str, Any]) -> Run:
         "INFERENCE_PRECISION_HINT": {"fp32": "f32", "bf16": "bf16"}[settings["dtype"]],
         "INFERENCE_NUM_THREADS": settings["threads"],
     }
+    if settings["kv_dtype"] is not None:  # else 8 bits
+        properties["KV_CACHE_PRECISION"] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}[settings["kv_dtype"]]
     pipeline = genai.ContinuousBatchingPipeline(settings["model"], scheduler, "CPU", properties)
     next_id = 0
 

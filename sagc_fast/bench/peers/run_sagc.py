@@ -16,6 +16,7 @@ def load(settings: dict[str, Any]) -> Run:
     engine = RolloutEngine.from_pretrained(
         settings["model"],
         dtype=settings["dtype"],
+        kv_dtype=settings["kv_dtype"],
         threads=settings["threads"],
         max_num_seqs=settings["max_rows"],
         kv_budget_gb=settings["kv_gb"],
