@@ -181,12 +181,12 @@ def rollout(
     return Run(groups, seconds, tokens, engine.stats, engine._speculation.cost.fixed_tokens)
 
 
-def oracle(truth: list[Group]) -> Callable[[Speculator, Any, Any, int], Drafts]:
+def oracle(truth: list[Group]) -> Callable[[Speculator, Any, Any, int, bool], Drafts]:
     """In the place of ``Speculator.propose``: the tokens that will be drawn, as many as pay when all are right."""
     sure = HitRates()
     sure.hits, sure.trials = [10**9] * len(sure.hits), [10**9] * len(sure.trials)
 
-    def propose(speculator: Speculator, slots: Any, most: Any, budget: int) -> Drafts:
+    def propose(speculator: Speculator, slots: Any, most: Any, budget: int, is_awaited: bool) -> Drafts:
         rows, coming = speculator._rows, []
         for slot, num_output in zip(slots.tolist(), rows.num_output[slots].tolist(), strict=True):
             sequence = rows.sequences[slot]

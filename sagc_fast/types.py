@@ -196,9 +196,10 @@ class RolloutStats:
     num_accepted_tokens: int = 0
     """The part of ``num_draft_tokens`` that became output: row-steps saved."""
     num_steps_saved: float = 0.0
-    """Estimate: accepted tokens of each step over the rows that shared it."""
+    """Steps that the call would have had more without drafts. An estimate only as far as others waited for a row."""
     draft_gain_seconds: float = 0.0
-    """Estimate by the measured cost of steps: time of the steps saved less that of the drafted tokens."""
+    """Seconds that the drafts saved by the learnt cost of steps: those of the steps as they would have been without
+    them less those of the steps as they were, drafted tokens and the host's work for them included. May be negative."""
     num_graph_captures: int = 0
     """This and what follows: of a device that runs bursts of steps (docs/gpu_rollout.md), else 0."""
     num_graph_replays: int = 0

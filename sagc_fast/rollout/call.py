@@ -121,6 +121,7 @@ class Call:
             kv_blocks_total=self._blocks.num_blocks,
             kv_blocks_peak=self._blocks.peak_used,
             kv_bytes_total=self._kv_bytes,
+            cost=self._speculation.cost,
             is_filtered=any(p.is_filtered and p.temperature > 0 for p in params),
         )
         return replace(stats, **self._runner.device_figures())
@@ -145,6 +146,9 @@ class Call:
             if not plan.is_decode_only:
                 for slot in slots[rows.num_output[slots] == 1].tolist():
                     rows.sequences[slot].first_step = first_step
+            if plan.drafts.tokens.size and not plan.is_awaited:
+                for slot in slots[drawn.offsets > 0].tolist():
+                    rows.sequences[slot].num_steps_ahead += 1
         is_burst = result.num_steps > 1  # else offsets are places in a draft
         last_steps = first_step + drawn.offsets * is_burst
         complete = self._retire(drawn, last_steps) if drawn.is_over.any() else []
@@ -184,6 +188,7 @@ class Call:
             group = sequence.group
             is_stopped, is_matched = bool(drawn.is_stopped[row]), bool(drawn.is_matched[row])
             completion = self._completion(sequence, int(steps[row]), is_stopped, is_matched)
+            self._recorder.add_end(completion.last_step, sequence.num_steps_ahead)
             group.completions[sequence.sample_index] = completion
             if len(group.completions) == len(group.sequences):
                 complete.append(self._complete(group))
@@ -202,7 +207,7 @@ class Call:
             result.sample_seconds,
         )
         if num_drafted:
-            self._recorder.add_drafts(num_drafted, drawn.slots.size - num_rows, num_rows, cost)
+            self._recorder.add_drafts(num_drafted, drawn.slots.size - num_rows, num_rows, plan.is_awaited, cost)
         if num_drafted and not plan.chunks:
             cost.observe_drafts(plan.num_decode_tokens, num_rows, seconds)
         elif not plan.chunks:

@@ -25,6 +25,8 @@ TRIAL_TOKENS = 128
 """Tokens of completions that an index reads before it may be found useless (ours)."""
 LEAST_HITS = 1 / 8
 """Share of the tokens read that must have been expected rightly for more than the newest to be worth reading (ours)."""
+MEMORY_TOKENS = 32
+"""Newest tokens, about, by which a text's own hits are counted (ours)."""
 
 
 _Recent = tuple["_Run | None", ...]
@@ -116,7 +118,9 @@ class Cursor:
     ``match_length`` tokens at least before ``source[place]`` are those that the text ends with; 0: nothing is expected.
     """
 
-    __slots__ = ("_index", "_last", "_runs", "match_length", "place", "source", "text")
+    __slots__ = (
+        "_index", "_last", "_runs", "match_length", "num_expected", "num_hits", "num_read", "place", "source", "text",
+    )  # fmt: skip
 
     def __init__(self, index: DraftIndex, behind: Cursor | None = None) -> None:
         self._index = index
@@ -124,6 +128,12 @@ class Cursor:
         self.source: list[int] = []
         self.place = 0
         self.match_length = 0
+        self.num_read = 0.0
+        """Tokens read; at most ``MEMORY_TOKENS``, beyond which this and the next two fade alike."""
+        self.num_hits = 0.0
+        """Of these, how many had been expected."""
+        self.num_expected = 0.0
+        """How many would have been by the hit rates of all texts at matches as long."""
         self._last = behind._last if behind else -1
         """The newest token, also of the text before."""
         self._runs: _Recent = behind._runs if behind else (None,) * 7
@@ -138,12 +148,13 @@ class Cursor:
         last, length, source, place = self._last, self.match_length, self.source, self.place
         two, two_1, four, four_1, four_2, four_3, eight = self._runs
         begin = here = len(text)
-        num_hits = 0
+        num_hits, num_expected = 0, 0.0
         for token in tokens:
             if length:  # compare what was expected with what came
                 level = length.bit_length()
                 if level > NUM_LEVELS:
                     level = NUM_LEVELS
+                num_expected += (hits[level] + 1) / (trials[level] + 2)
                 trials[level] += 1
                 if source[place] == token:
                     hits[level] += 1
@@ -201,6 +212,16 @@ class Cursor:
         index.num_hits += num_hits
         rates.num_read += here - begin
         rates.num_hits += num_hits
+        self.num_read += here - begin
+        self.num_hits += num_hits
+        self.num_expected += num_expected
+        if self.num_read > MEMORY_TOKENS:
+            kept = MEMORY_TOKENS / self.num_read
+            self.num_read, self.num_hits, self.num_expected = (
+                kept * self.num_read,
+                kept * self.num_hits,
+                kept * self.num_expected,
+            )
 
     def skip(self, tokens: Sequence[int]) -> None:
         """The text goes on with these tokens (one at least), and they are not looked at."""

@@ -80,6 +80,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.rows.num_occupied or self._sent_back or self.queue.num_waiting)
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for a row or for blocks."""
+        return bool(self._sent_back or self.queue.num_waiting)
+
     # ---- one step ------------------------------------------------------------------------------------------------
 
     @ranged("schedule")
@@ -114,7 +119,7 @@ class Scheduler:
             sample_offsets=sample_offsets,
             num_steps=num_steps,
             must_stop_at_end=num_steps == 1 or self._must_stop_at_end(),
-            is_awaited=bool(self._sent_back or self.queue.num_waiting),
+            is_awaited=self._is_awaited,
         )
 
     def commit(self, plan: StepPlan, num_accepted: NDArray[np.int64], num_steps: int = 1, num_ahead: int = 0) -> None:
@@ -150,6 +155,8 @@ class Scheduler:
             self.blocks.release(self.rows.detach(slot))
             group.num_finished += 1
             group.finished_tokens += sequence.num_output
+            if self.speculator is not None:
+                self.speculator.note_finished(sequence.num_output, sequence.max_output)
             self._leave(group)
             self.queue.note_finished(group, sequence.num_output)
             finished.append(sequence)
@@ -163,7 +170,7 @@ class Scheduler:
         if self.speculator is None or budget <= 0 or self.speculator.num_quiet_steps(slots.size) is None:
             return no_drafts(slots.size)
         most = rows.max_output[slots] - rows.num_output[slots] - 1  # the draw behind the last draft counts too
-        drafts = self.speculator.propose(slots, most, budget)
+        drafts = self.speculator.propose(slots, most, budget, self._is_awaited)
         if not drafts.tokens.size:
             return drafts
         num_missing = self.tables.num_missing(slots, drafts.lengths + 1)
@@ -194,7 +201,7 @@ class Scheduler:
 
     def _must_stop_at_end(self) -> bool:
         """Whether the next plan could differ as soon as a row is over: it goes to who waits, or drafts begin."""
-        if self._sent_back or self.queue.num_waiting:
+        if self._is_awaited:
             return True
         return self.speculator is not None and self._num_quiet_steps() is None
 

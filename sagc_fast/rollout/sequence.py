@@ -88,6 +88,8 @@ class Sequence:
     token_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     first_step: int = 0
+    num_steps_ahead: int = 0
+    """Its drafts that counted while nobody waited: steps by which it ends earlier than without them."""
     cursor: Cursor | None = None
     """Its place in the group's ``drafts``."""
 

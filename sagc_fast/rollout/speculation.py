@@ -6,14 +6,22 @@ the text before it turned out as drafted. So the tokens and log-probs are those 
 temperature, and no rejection sampling is needed (compare Leviathan et al. 2023, arXiv:2211.17192, where the noise is
 fresh; drafts from earlier text as in prompt lookup decoding and SuffixDecoding, arXiv:2411.04975).
 
-What pays. A step of ``n`` tokens costs in proportion to ``c(n) = sqrt(F^2 + n^2)`` (:mod:`step_cost`). With ``R`` rows
-and ``m`` drafted tokens, of which ``E`` are expected to count, a token of output costs ``(h + c(R + m)) / (R + E)``,
-with ``h`` for the host's work; ``m`` is where that is least. The chance of a draft is the product of the hit rates that
-:mod:`drafts` keeps by match length, over the drafts of its row up to it, and the most probable drafts of all rows come
-first: so the best ``m`` are a prefix of the sorted chances, and rows whose text can be foreseen get more than others.
-While ``n`` is well below ``F`` a token is nearly free, and even an unlikely draft pays. Hit rates are learnt from
-tokens that nobody drafted, too: text that cannot be foreseen is never drafted, it only costs the look-up, and that is
-done ever more rarely and on less of the text.
+What pays. A step of ``n`` tokens costs in proportion to ``c(n) = sqrt(F^2 + n^2)`` (:mod:`step_cost`), none
+``c(0) = 0``. A draft of row ``i`` that counts ends the row one step earlier and saves ``v_i`` (below). With ``R`` rows
+and ``m`` drafted tokens, ``G`` the sum of ``v_i`` times the chance of each, the step does the work of ``c(R) + G`` for
+``h + c(R + m)``, with ``h`` for the host; ``m`` is where the ratio is largest. The chance of a draft is a product over
+the drafts of its row up to it: of the hit rates that :mod:`drafts` keeps by match length, less where the row's newest
+tokens were foreseen more rarely than others at matches as long. What is worth most comes first: so the best ``m`` are a
+prefix of the sorted drafts, and rows whose text can be foreseen get more than others. While ``n`` is well below ``F`` a
+token is nearly free, and even an unlikely draft pays. Hit rates are learnt from tokens that nobody drafted, too: text
+that cannot be foreseen is never drafted, it only costs the look-up, and that is done ever more rarely and on less of
+the text.
+
+What a step of a row is worth (ours). A row that ends while ``k`` are live, itself included, saves ``c(k) - c(k - 1)``
+by ending earlier: hardly anything for ``k > 1``, nearly a whole step for the last. If any row may be the last, all of
+them have ``c(R) / R``; so it is while others wait for their rows, too. But rows tend to be cut at their cap, and of
+those the one furthest from it that is foreseen most rarely comes last, however fast the others are. So a row's
+share in ``c(1)`` is the chance that it comes last (:func:`chances_of_last`), and all share ``c(R) - c(1)``.
 """
 
 from __future__ import annotations
@@ -50,6 +58,11 @@ MOST_INDEXED, LEAST_INDEXED = 1 << 17, 1 << 11
 
 LEAST_CHANCE = 1 / 64
 """Less likely drafts are not considered (ours)."""
+PRIOR_HITS = 2.0
+"""Weight in tokens of what all rows have in common when a row's own hits are counted (ours)."""
+SPREAD = 0.1
+"""How far apart the times at which two rows reach their caps have to be for e : 1 odds on their order, as a share of
+the steps that are left (ours)."""
 _PLACES = np.arange(MOST_DRAFTED)
 _LEVEL_OF = np.array([min(n.bit_length(), NUM_LEVELS) for n in range(1 << (NUM_LEVELS - 1) | 1)])
 """Level of a match length; longer ones are in the last."""
@@ -125,11 +138,19 @@ class Speculator:
         self._prior_token_seconds = speculation.step_seconds / speculation.fixed_tokens
         self._looks_per_row = LOOK_SECONDS / (LOOK_SHARE * speculation.step_seconds)
         self._rates = HitRates()
+        self._num_ended = 0
+        self._tokens_of_ended = 0
         self._pause = 0
         self._next_pause = 1
 
-    def propose(self, slots: Slots, most: NDArray[np.int64], budget: int) -> Drafts:
-        """Drafts for the decode rows ``slots``: at most ``most`` [D] tokens each, ``budget`` together."""
+    def note_finished(self, num_output: int, max_output: int) -> None:
+        """A completion is over; before its cap, if it has fewer tokens."""
+        self._num_ended += num_output < max_output
+        self._tokens_of_ended += num_output
+
+    def propose(self, slots: Slots, most: NDArray[np.int64], budget: int, is_awaited: bool = False) -> Drafts:
+        """Drafts for the decode rows ``slots``: at most ``most`` [D] tokens each, ``budget`` together. ``is_awaited``:
+        others wait for these rows."""
         num_rows = slots.size
         if not num_rows or not self._is_tail(num_rows):
             return no_drafts(num_rows)
@@ -140,9 +161,18 @@ class Speculator:
         columns = (slots.tolist(), outputs.tolist(), self._rows.last_token[slots].tolist())
         cursors = [self._up_to_date(*row, num_rows) for row in zip(*columns, strict=True)]
         match_lengths = np.array([cursor.match_length for cursor in cursors])
-        lengths = worthwhile(
-            match_lengths, most, budget, self._rates, self._cost.fixed_tokens, self._host_tokens(num_rows)
-        )
+        lengths = no_drafts(num_rows).lengths
+        if match_lengths.any():
+            lengths = worthwhile(
+                match_lengths,
+                most,
+                budget,
+                self._rates,
+                self._cost.fixed_tokens,
+                self._host_tokens(num_rows),
+                np.array([_luck(cursor) for cursor in cursors]),
+                None if is_awaited else self._last_chances(slots, cursors),
+            )
         tokens: list[int] = []
         for row in np.flatnonzero(lengths).tolist():
             drafted = cursors[row].draft(int(lengths[row]))
@@ -150,6 +180,15 @@ class Speculator:
             tokens += drafted
         self._plan_pause(num_rows, is_drafting=bool(tokens))
         return Drafts(lengths, np.array(tokens, dtype=np.int64))
+
+    def _last_chances(self, slots: Slots, cursors: list[Cursor]) -> NDArray[np.float64]:
+        num_output = self._rows.num_output[slots]
+        num_left = self._rows.max_output[slots] - num_output
+        read, hits = (np.array([getattr(c, name) for c in cursors]) for name in ("num_read", "num_hits"))
+        common = (hits.sum() + 1) / (read.sum() + 2)
+        foreseen = (hits + PRIOR_HITS * common) / (read + PRIOR_HITS)
+        end_rate = (self._num_ended + 0.5) / (self._tokens_of_ended + int(num_output.sum()))
+        return chances_of_last(num_left, foreseen, end_rate)
 
     def _host_tokens(self, num_rows: int) -> float:
         """What the host's work for drafts costs, in tokens."""
@@ -229,6 +268,35 @@ def most_rows(fixed_tokens: float, step_seconds: float) -> int:
     return rows
 
 
+def chances_of_last(num_left: NDArray[np.int64], foreseen: NDArray[np.float64], end_rate: float) -> NDArray[np.float64]:
+    """[R], for each row the chance that it is the last to end; they add up to 1.
+
+    A row that does not end by itself takes some ``num_left / (1 + foreseen)`` steps to its cap, with ``num_left`` [R]
+    tokens before it of which the share ``foreseen`` [R] is drafted. By itself it ends at every token with the chance
+    ``end_rate``. It comes last if it reaches its cap and no row that does comes later, the order of any two being a
+    logistic function of the difference of their times. What these chances leave to 1, nobody knows: all rows share it.
+    """
+    times = num_left / (1.0 + foreseen)
+    reaches = np.exp(-end_rate * num_left)
+    spread = SPREAD * max(float(num_left.max()), 1.0)
+    is_later = 1.0 / (1.0 + np.exp((times - times[:, None]) / spread))  # [R, R]: the first than the second
+    stays = 1.0 - reaches[:, None] * is_later
+    np.fill_diagonal(stays, 1.0)
+    chances = reaches * stays.prod(axis=0)
+    return chances + max(0.0, 1.0 - float(chances.sum())) / chances.size
+
+
+def values(chances: NDArray[np.float64], fixed_tokens: float) -> NDArray[np.float64]:
+    """[R], what a step of each row is worth, from its chance to be the last: they add up to ``c(R)``."""
+    alone, together = math.hypot(fixed_tokens, 1), math.hypot(fixed_tokens, chances.size)
+    return chances * alone + (together - alone) / chances.size
+
+
+def _luck(cursor: Cursor) -> float:
+    """How much more rarely this text was foreseen of late than others at matches as long: in (0, 1]."""
+    return min(1.0, (cursor.num_hits + PRIOR_HITS) / (cursor.num_expected + PRIOR_HITS))
+
+
 def worthwhile(
     match_lengths: NDArray[np.int64],
     most: NDArray[np.int64],
@@ -236,27 +304,38 @@ def worthwhile(
     rates: HitRates,
     fixed_tokens: float,
     host_tokens: float = 0.0,
+    luck: NDArray[np.float64] | None = None,
+    last_chances: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int64]:
     """How many tokens to draft for each row (see the top of this file): [R], at most ``most`` [R] each, ``budget``
-    together. ``match_lengths`` [R]: 0 where nothing is expected. ``host_tokens``: the host's work, in tokens."""
+    together. ``match_lengths`` [R]: 0 where nothing is expected. ``host_tokens``: the host's work, in tokens. ``luck``
+    [R]: what the hit rates are multiplied by, 1 by default; ``last_chances`` [R]: of each row to be the last, by
+    default the same for all."""
     num_rows = match_lengths.size
     lengths = np.zeros(num_rows, dtype=np.int64)
     matched = np.flatnonzero((match_lengths > 0) & (most > 0))
     if not matched.size or budget <= 0:
         return lengths
     grown = np.minimum(match_lengths[matched, None] + _PLACES, _LEVEL_OF.size - 1)
-    chances = np.cumprod(np.array(rates.by_level())[_LEVEL_OF[grown]], axis=1)
-    chances[most[matched, None] <= _PLACES] = 0.0
-    ranked = np.sort(chances[chances >= LEAST_CHANCE])[::-1][:budget]
+    hit_rates = np.array(rates.by_level())[_LEVEL_OF[grown]]
+    if luck is not None:
+        hit_rates *= luck[matched, None]
+    chances = np.cumprod(hit_rates, axis=1)
+    chances[(chances < LEAST_CHANCE) | (most[matched, None] <= _PLACES)] = 0.0
+    if last_chances is None:
+        last_chances = np.full(num_rows, 1 / num_rows)
+    gains = chances * values(last_chances, fixed_tokens)[matched, None]
+    ranked = np.sort(gains[gains > 0.0])[::-1][:budget]
     if not ranked.size:
         return lengths
-    expected = num_rows + np.cumsum(ranked)
-    value = expected / (host_tokens + np.hypot(fixed_tokens, num_rows + np.arange(1, ranked.size + 1)))
-    best = int(np.argmax(value))
-    if value[best] <= MARGIN * num_rows / math.hypot(fixed_tokens, num_rows):
+    step = math.hypot(fixed_tokens, num_rows)
+    cost = host_tokens + np.hypot(fixed_tokens, num_rows + np.arange(1, ranked.size + 1))
+    worth = (step + np.cumsum(ranked)) / cost
+    best = int(np.argmax(worth))
+    if worth[best] <= MARGIN:
         return lengths
-    certain = (chances > ranked[best]).sum(axis=1)
-    equal = (chances == ranked[best]).sum(axis=1)  # alike in every row, unless the budget ends: the first rows get it
+    certain = (gains > ranked[best]).sum(axis=1)
+    equal = (gains == ranked[best]).sum(axis=1)  # alike in every row, unless the budget ends: the first rows get it
     before = np.cumsum(equal) - equal
     lengths[matched] = certain + np.clip(budget - certain.sum() - before, 0, equal)
     return lengths

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sagc_fast.rollout.step_cost import StepCost
 from sagc_fast.types import Group, RolloutStats
 
@@ -40,8 +42,10 @@ class StatsRecorder:
         self.sample_seconds = 0.0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.num_steps_saved = 0.0
-        self.draft_gain_seconds = 0.0
+        self._steps_saved_for_others = 0.0
+        self._draft_seconds = 0.0
+        self._last_steps: list[int] = []
+        self._steps_ahead: list[int] = []
 
     def add_steps(
         self,
@@ -66,15 +70,38 @@ class StatsRecorder:
         self.decode_seconds += model_seconds * (1.0 - prefill_share)
         self.sample_seconds += sample_seconds
 
-    def add_drafts(self, num_drafted: int, num_accepted: int, num_rows: int, cost: StepCost) -> None:
-        """Drafts of one step in which ``num_rows`` rows sampled. Without them the rows would have needed
-        ``num_accepted / num_rows`` more such steps, each of one token a row."""
-        num_steps = num_accepted / num_rows
+    def add_drafts(self, num_drafted: int, num_accepted: int, num_rows: int, is_awaited: bool, cost: StepCost) -> None:
+        """Drafts of one step in which ``num_rows`` rows sampled. Where others wait for them, the rows would have needed
+        ``num_accepted / num_rows`` more such steps without drafts; where not, the ends of the rows tell."""
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        self.num_steps_saved += num_steps
         without = cost.seconds(num_rows)
-        self.draft_gain_seconds += num_steps * without - (cost.seconds(num_rows + num_drafted) - without)
+        self._draft_seconds += cost.seconds(num_rows + num_drafted) - without + cost.draft_seconds(num_rows)
+        if is_awaited:
+            self._steps_saved_for_others += num_accepted / num_rows
+            self._draft_seconds -= num_accepted / num_rows * without
+
+    def add_end(self, last_step: int, num_steps_ahead: int) -> None:
+        """A completion is over, ``num_steps_ahead`` steps earlier than it would have been without drafts in steps for
+        whose rows nobody waited."""
+        self._last_steps.append(last_step)
+        self._steps_ahead.append(num_steps_ahead)
+
+    def num_steps_saved(self) -> float:
+        """Steps that the call would have had more without drafts."""
+        last = np.array(self._last_steps, dtype=np.int64)
+        saved = int((last + self._steps_ahead).max() - last.max()) if last.size else 0
+        return self._steps_saved_for_others + saved
+
+    def draft_gain_seconds(self, cost: StepCost) -> float:
+        """What the steps of the call would have cost more without drafts, by ``cost``; O(n log n) in completions."""
+        if not self.num_draft_tokens:
+            return 0.0
+        # The k-th last end is how long k rows at least are live: there a step costs c(k) instead of c(k - 1).
+        last = np.array(self._last_steps, dtype=np.int64)
+        steps = np.sort(last + self._steps_ahead)[::-1] - np.sort(last)[::-1]
+        seconds = [0.0, *(cost.seconds(num_rows) for num_rows in range(1, steps.size + 1))]
+        return float(steps @ np.diff(seconds)) - self._draft_seconds
 
     def result(
         self,
@@ -84,6 +111,7 @@ class StatsRecorder:
         kv_blocks_total: int,
         kv_blocks_peak: int,
         kv_bytes_total: int,
+        cost: StepCost,
         is_filtered: bool,
     ) -> RolloutStats:
         lengths = [group.lengths for group in groups]
@@ -120,8 +148,8 @@ class StatsRecorder:
             is_filtered=is_filtered,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
-            num_steps_saved=self.num_steps_saved,
-            draft_gain_seconds=self.draft_gain_seconds,
+            num_steps_saved=self.num_steps_saved(),
+            draft_gain_seconds=self.draft_gain_seconds(cost),
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagc_fast.rollout.drafts import LEAST_HITS, MEMORY_TRIALS, TRIAL_TOKENS, DraftIndex, HitRates
+from sagc_fast.rollout.drafts import LEAST_HITS, MEMORY_TOKENS, MEMORY_TRIALS, TRIAL_TOKENS, DraftIndex, HitRates
 from sagc_fast.rollout.speculation import _LEVEL_OF
 
 TEXT = st.lists(st.integers(0, 2), max_size=40)
@@ -143,6 +143,23 @@ def test_an_index_without_hits_is_found_out_and_one_with_hits_is_not():
 
 def rate(rates, match_length):
     return rates.by_level()[_LEVEL_OF[min(match_length, _LEVEL_OF.size - 1)]]
+
+
+def test_a_text_knows_how_often_it_was_foreseen_of_late_and_how_often_it_should_have_been():
+    index = index_of()
+    index.new_text().extend(list(range(200)) * 2)
+    same, other, unlike = (index.new_text() for _ in range(3))
+    same.extend(range(200))
+    assert same.num_read == MEMORY_TOKENS
+    assert same.num_hits > 0.95 * MEMORY_TOKENS
+    assert same.num_expected == pytest.approx(same.num_hits, rel=0.1)
+    for token in range(0, 60, 2):  # each is expected to be followed by the next one
+        other.extend([token])
+    assert other.num_read == 30
+    assert other.num_hits == 0
+    assert other.num_expected > 5
+    unlike.extend(range(1000, 1030))
+    assert unlike.num_hits == unlike.num_expected == 0
 
 
 def test_hit_rates_are_kept_by_match_length_and_fade():

@@ -15,7 +15,7 @@ from sagc_fast.errors import ConfigError
 from sagc_fast.rollout import speculation, step_cost
 from sagc_fast.rollout.drafts import HitRates
 from sagc_fast.rollout.engine import RolloutEngine
-from sagc_fast.rollout.speculation import Drafts, num_accepted, worthwhile
+from sagc_fast.rollout.speculation import Drafts, chances_of_last, num_accepted, values, worthwhile
 from sagc_fast.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("tiny_models_draft")
@@ -88,31 +88,40 @@ def test_the_draft_length_is_the_one_with_the_cheapest_tokens(monkeypatch, proba
     rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
     fixed_tokens=st.floats(0.5, 40),
     budget=st.integers(0, 12),
+    luck=st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3),
+    last=st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3),
 )
-@example(rates=[(0, 0)] * 7, rows=[(1, 3), (1, 3), (1, 1)], fixed_tokens=17.0, budget=6)  # equal chances, not all fit
-def test_no_other_choice_of_drafts_is_cheaper(rates, rows, fixed_tokens, budget):
-    """Against every choice of up to 6 drafts a row, each a prefix."""
+@example([(0, 0)] * 7, [(1, 3), (1, 3), (1, 1)], 17.0, 6, [1.0] * 3, [1.0] * 3)  # equal chances, not all fit
+def test_no_other_choice_of_drafts_is_worth_more(rates, rows, fixed_tokens, budget, luck, last):
+    """Against every choice of up to 6 drafts a row, each a prefix; and none at all where they cost more than they are
+    worth."""
     hits = HitRates()
     hits.hits, hits.trials = [a for a, _ in rates], [a + b for a, b in rates]
     matches = np.array([match for match, _ in rows])
     most = np.array([min(limit, 6) for _, limit in rows])
+    luck, last = np.array(luck[: len(rows)]), np.array(last[: len(rows)])
+    last /= last.sum()
+    worth_of_row = values(last, fixed_tokens).tolist()
+    step = np.hypot(fixed_tokens, len(rows))
+    assert sum(worth_of_row) == pytest.approx(step)
 
-    def cheapness(lengths):
-        expected = 0.0
-        for match, length in zip(matches.tolist(), lengths, strict=True):
+    def worth(lengths):
+        gain = 0.0
+        for row, (match, length) in enumerate(zip(matches.tolist(), lengths, strict=True)):
             chance = 1.0
             for place in range(length):
                 level = min((match + place).bit_length(), 6)
-                chance *= (hits.hits[level] + 1) / (hits.trials[level] + 2)
-                expected += chance
-        return (len(rows) + expected) / np.hypot(fixed_tokens, len(rows) + sum(lengths))
+                chance *= (hits.hits[level] + 1) / (hits.trials[level] + 2) * luck[row]
+                gain += chance * worth_of_row[row]
+        return (step + gain) / np.hypot(fixed_tokens, len(rows) + sum(lengths))
 
-    chosen = worthwhile(matches, most, budget, hits, fixed_tokens).tolist()
+    chosen = worthwhile(matches, most, budget, hits, fixed_tokens, luck=luck, last_chances=last).tolist()
     assert sum(chosen) <= budget
+    assert not sum(chosen) or worth(chosen) > speculation.MARGIN * 0.999
     assert all(n <= limit and (n == 0 or match) for n, limit, match in zip(chosen, most, matches, strict=True))
     allowed = [range(limit + 1 if match else 1) for limit, match in zip(most.tolist(), matches, strict=True)]
-    best = max(cheapness(c) for c in itertools.product(*allowed) if sum(c) <= budget)
-    assert cheapness(chosen) >= best / speculation.MARGIN * 0.99
+    best = max(worth(c) for c in itertools.product(*allowed) if sum(c) <= budget)
+    assert worth(chosen) >= best / speculation.MARGIN * 0.99
 
 
 def test_drafts_grow_with_acceptance_and_with_the_step_s_own_cost_and_shrink_with_rows():
@@ -139,6 +148,67 @@ def test_rows_that_can_be_foreseen_get_the_drafts():
     assert lengths[0] > lengths[3] > lengths[1] >= lengths[2] == 0
     assert sum(drafted([40, 2, 0, 9], rates, 16, budget=5)) == 5
     assert max(drafted([40, 2, 0, 9], rates, 16, most=3)) == 3
+
+
+# ---- which row is the last -------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1)), min_size=1, max_size=6),
+    end_rate=st.floats(0, 0.05),
+)
+def test_one_row_is_the_last(rows, end_rate):
+    num_left, foreseen = (np.array(column) for column in zip(*rows, strict=True))
+    chances = chances_of_last(num_left, foreseen, end_rate)
+    assert chances.min() >= 0
+    assert chances.sum() == pytest.approx(1)
+    for a, b in itertools.permutations(range(len(rows)), 2):  # the same text, further from the cap
+        if num_left[a] == num_left[b] and foreseen[a] < foreseen[b]:
+            assert chances[a] >= chances[b] - 1e-9
+
+
+def test_the_chances_are_those_of_rows_that_end_by_themselves_or_at_their_caps(monkeypatch):
+    """Against drawing which rows reach their caps; the slowest of those is the last, of none any."""
+    monkeypatch.setattr(speculation, "SPREAD", 1e-3)
+    rng = np.random.default_rng(0)
+    for num_rows in (1, 2, 5):
+        num_left, foreseen = rng.integers(20, 400, num_rows), rng.random(num_rows)
+        times = num_left / (1 + foreseen)
+        is_there = rng.random((20_000, num_rows)) < np.exp(-0.005 * num_left)
+        last = np.argmax(np.where(is_there, times, -1.0), axis=1)
+        some = is_there.any(axis=1)
+        expected = np.bincount(last[some], minlength=num_rows) / some.size + (1 - some.mean()) / num_rows
+        assert chances_of_last(num_left, foreseen, 0.005) == pytest.approx(expected, abs=0.015)
+
+
+def test_rows_alike_are_worth_the_same_and_a_single_one_a_whole_step():
+    alike = chances_of_last(np.full(5, 100), np.full(5, 0.4), 0.01)
+    assert alike == pytest.approx(0.2)
+    assert values(alike, 12.0) == pytest.approx(np.hypot(12, 5) / 5)
+    assert values(chances_of_last(np.array([3]), np.array([0.1]), 0.1), 12.0) == pytest.approx(np.hypot(12, 1))
+
+
+def test_nothing_is_drafted_for_rows_that_wait_for_one_that_nothing_foresees():
+    """All go to their caps; one is never foreseen. As long as any may be the last, the others get drafts; and one that
+    is behind gets them whatever the others do."""
+    matches, rates = [0, 8, 8, 8], rates_of(0.5)
+    most, end_rate = np.full(4, 100), 1e-4
+    arguments = np.array(matches), most, 1000, rates, 10.0, 0.0, None
+    assert sum(worthwhile(*arguments)) >= 3
+    foreseen = np.array([0.0, 0.5, 0.5, 0.5])
+    assert not worthwhile(*arguments, chances_of_last(most, foreseen, end_rate)).any()
+    often = chances_of_last(most, foreseen, 0.05)  # they end by themselves long before
+    assert worthwhile(*arguments, often).sum() >= 3
+    behind = chances_of_last(np.array([100, 200, 100, 100]), foreseen, end_rate)
+    lengths = worthwhile(*arguments, behind)
+    assert lengths[1] > 0
+    assert lengths.sum() == lengths[1]
+
+
+def test_a_text_foreseen_more_rarely_than_others_gets_fewer_drafts():
+    arguments = np.full(3, 8), np.full(3, 100), 1000, rates_of(0.8), 12.0, 0.0
+    lengths = worthwhile(*arguments, np.array([1.0, 0.6, 0.1]))
+    assert lengths[0] > lengths[1] > lengths[2] == 0
 
 
 # ---- losslessness with real models -----------------------------------------------------------------------------------
@@ -209,16 +279,17 @@ def test_tokens_and_logprobs_are_those_of_one_sequence_at_a_time(
 
 def test_these_models_do_draft_and_accept(model, helpers):
     """Or the test above would show nothing."""
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=0.7)
+    params = SamplingParams(max_new_tokens=120, ignore_eos=True, temperature=0.7)
     engine = RolloutEngine(model, speculation="fixed")
-    groups = engine.generate(PROMPTS, 4, params)
+    groups = engine.generate(PROMPTS, 1, params)
     stats = engine.stats
-    assert stats.num_accepted_tokens > 200
+    assert stats.num_accepted_tokens > 100
     assert stats.num_steps_saved > 10
     assert sum(stats.active_rows) == stats.num_output_tokens - stats.num_accepted_tokens
     plain = RolloutEngine(model, speculation="off")
-    assert helpers.outcome(groups) == helpers.outcome(plain.generate(PROMPTS, 4, params))
-    assert (plain.stats.num_steps, plain.stats.num_draft_tokens, plain.stats.num_steps_saved) == (60, 0, 0.0)
+    assert helpers.outcome(groups) == helpers.outcome(plain.generate(PROMPTS, 1, params))
+    assert (plain.stats.num_steps, plain.stats.num_draft_tokens, plain.stats.num_steps_saved) == (120, 0, 0.0)
+    assert stats.num_steps + stats.num_steps_saved == 120
 
 
 def test_a_third_of_the_memory_changes_nothing(model, helpers, engine_with_blocks):
@@ -332,13 +403,45 @@ def test_drafts_take_no_block_from_anybody(helpers, engine_with_blocks):
     assert num_preemptions[1] <= num_preemptions[0] > 0
 
 
-def test_gain_and_steps_saved_are_estimated(helpers):
-    engine = RolloutEngine(helpers.Model(memory=1, sharpness=8.0), speculation="fixed")
-    engine.generate([[3, 4]], 2, SamplingParams(max_new_tokens=80, ignore_eos=True))
-    stats = engine.stats
-    assert stats.num_steps + stats.num_steps_saved == pytest.approx(80, abs=8)
-    assert stats.num_accepted_tokens / 2 <= stats.num_steps_saved <= stats.num_accepted_tokens
-    assert stats.draft_gain_seconds > 0
+@pytest.mark.parametrize("ends", [{"max_new_tokens": 80, "ignore_eos": True}, {"max_new_tokens": 100}])
+def test_steps_saved_are_those_that_a_call_without_drafts_has_more(helpers, ends):
+    """Whatever ended the rows, as long as none waits for another."""
+    model, params = helpers.Model(memory=1, sharpness=5.0), SamplingParams(seed=5, **ends)
+    drafting, plain = (RolloutEngine(model, speculation=mode) for mode in ("fixed", "off"))
+    for engine in (drafting, plain):
+        engine.generate([[3, 4], [5] * 7, [8, 9, 1]], [2, 3, 3], params)
+    stats = drafting.stats
+    assert stats.num_accepted_tokens > 0
+    assert stats.num_steps + stats.num_steps_saved == plain.stats.num_steps
+    assert 0 < stats.num_steps_saved <= stats.num_accepted_tokens
+    cost = drafting._speculation.cost
+    without, with_drafts = (sum(map(cost.seconds, s.active_rows)) for s in (plain.stats, stats))
+    assert without - with_drafts > stats.draft_gain_seconds > 0
+
+
+def test_where_rows_are_waited_for_every_token_counts_alike(helpers):
+    model, params = helpers.Model(memory=1, sharpness=8.0), SamplingParams(max_new_tokens=80, ignore_eos=True)
+    drafting, plain = (RolloutEngine(model, max_num_seqs=2, speculation=mode) for mode in ("fixed", "off"))
+    for engine in (drafting, plain):
+        engine.generate([[3, 4]], 8, params)
+    stats = drafting.stats
+    assert stats.num_steps + stats.num_steps_saved == pytest.approx(plain.stats.num_steps, rel=0.1)
+    assert stats.num_steps_saved == pytest.approx(stats.num_accepted_tokens / 2, rel=0.1)
+
+
+def test_who_comes_last_is_asked_only_while_nobody_waits(helpers, monkeypatch):
+    num_waiting = []
+
+    def spy(speculator, slots, cursors):
+        num_waiting.append(speculator._rows.sequences[slots[0]].group.num_waiting)
+        return original(speculator, slots, cursors)
+
+    original = speculation.Speculator._last_chances
+    monkeypatch.setattr(speculation.Speculator, "_last_chances", spy)
+    engine = RolloutEngine(helpers.Model(memory=1, sharpness=8.0), max_num_seqs=2, speculation="fixed")
+    engine.generate([[3, 4]], 8, SamplingParams(max_new_tokens=80, ignore_eos=True))
+    assert num_waiting
+    assert not any(num_waiting)
 
 
 def test_records_of_two_calls_add_up(helpers):

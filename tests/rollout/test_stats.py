@@ -6,6 +6,7 @@ import pytest
 
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.rollout.stats import StatsRecorder, idle_fraction, straggler_ratio, tail_fraction
+from sagc_fast.rollout.step_cost import StepCost
 from sagc_fast.types import SamplingParams
 
 
@@ -89,10 +90,29 @@ def test_model_time_is_divided_by_tokens():
     recorder.add_steps([1], 30, 5, 10, model_seconds=4.0, sample_seconds=0.5)
     recorder.add_steps([2, 2], 0, 0, 4, model_seconds=1.0, sample_seconds=0.25)
     recorder.add_steps([2], 0, 0, 0, model_seconds=0.5, sample_seconds=0.25)
-    stats = recorder.result([], 10.0, 0, 0, 0, 0, is_filtered=False)
+    stats = recorder.result([], 10.0, 0, 0, 0, 0, StepCost(10.0), is_filtered=False)
     assert (stats.prefill_seconds, stats.decode_seconds, stats.sample_seconds) == (3.0, 2.5, 1.0)
     assert stats.host_seconds == pytest.approx(3.5)
     assert (stats.num_prefill_tokens, stats.num_recomputed_tokens) == (30, 5)
+
+
+def test_steps_saved_and_their_seconds_follow_from_the_ends_of_the_rows():
+    """Three rows end in steps 9, 7 and 7, by drafts 1, 3 and 0 steps earlier: without them in 10, 10 and 7."""
+    cost = StepCost(10.0, is_learnt=False)
+    cost.observe(1, 1e-2)
+    recorder = StatsRecorder(capacity_rows=3)
+    assert recorder.draft_gain_seconds(cost) == recorder.num_steps_saved() == 0
+    recorder.add_drafts(6, 4, 3, is_awaited=False, cost=cost)
+    for last_step, num_steps_ahead in ((9, 1), (7, 3), (7, 0)):
+        recorder.add_end(last_step, num_steps_ahead)
+    assert recorder.num_steps_saved() == 1
+    price = cost.seconds(9) - cost.seconds(3) + cost.draft_seconds(3)
+    without = 8 * cost.seconds(3) + 3 * cost.seconds(2)
+    with_drafts = 8 * cost.seconds(3) + 2 * cost.seconds(1)
+    assert recorder.draft_gain_seconds(cost) == pytest.approx(without - with_drafts - price)
+    recorder.add_drafts(5, 3, 2, is_awaited=True, cost=cost)
+    assert recorder.num_steps_saved() == 1 + 3 / 2
+    assert (recorder.num_draft_tokens, recorder.num_accepted_tokens) == (11, 7)
 
 
 def test_fractions_and_ratio_of_plain_lists():
