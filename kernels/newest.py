@@ -1,7 +1,9 @@
 """A decode step's own projections on their way into attention: rotated in registers, keys and values written there.
 
-Half-split rotation as in rope_cache: fp32, rounded once. What a decode kernel rotates needs no launch of rope_cache
-before it, and no rotated queries on their way through memory.
+Half-split rotation as in rope_cache, to the bit: fp32, rounded once to the cache's dtype. A key that is computed again
+in a prefill, after a preemption, is the key that the decode step wrote, so the fused multiply-add stands in both sources
+and is not left to the compiler. What a decode kernel rotates needs no launch of rope_cache before it, and no rotated
+queries on their way through memory.
 
 Shape suffixes: T tokens, K kv heads, D head width, P positions, D2 half the head width.
 """
@@ -42,4 +44,4 @@ def rotated(ptrs, cos_ptrs, sin_ptrs, offs_d, mask, D: tl.constexpr):
     partner = tl.load(ptrs + partner_d, mask=mask, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptrs + angle_d, mask=offs_d < D, other=0.0)
     sin = tl.load(sin_ptrs + angle_d, mask=offs_d < D, other=0.0)
-    return x * cos + partner * tl.where(is_first, -sin, sin)
+    return tl.fma(x, cos, partner * tl.where(is_first, -sin, sin))

@@ -47,14 +47,15 @@ def _walk(
     return acc_MD, top_M, total_M
 
 
-@triton.jit(do_not_specialize=["min_queries", "stride_table"])
+@triton.jit(do_not_specialize=["min_queries", "first_sequence", "stride_table"])
 def paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_query_ptr, context_ptr, tables_ptr, scale_log2,
     stride_qt, stride_qh, stride_block, stride_kvh, stride_ot, stride_oh, stride_table, min_queries,
+    first_sequence,
     GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    sequence = tl.program_id(1)
+    sequence = first_sequence + tl.program_id(1)
     head = tl.program_id(2)
     query_start = tl.load(cu_query_ptr + sequence)
     num_queries = tl.load(cu_query_ptr + sequence + 1) - query_start
@@ -117,6 +118,7 @@ def paged_prefill(
     max_query_len: int,
     scale: float,
     min_queries: int = 1,
+    first_sequence: int = 0,
 ) -> None:
     """Write into ``out_THD`` the attention of every sequence that brings at least ``min_queries`` tokens.
 
@@ -125,18 +127,20 @@ def paged_prefill(
         k_cache, v_cache: [num_blocks, K, block_size, D], contiguous; already hold this step's keys and values.
         cu_query_S1, context_lens_S, block_tables_SB: int32, as in sagc_fast.ops.layouts.PagedLayout.
         max_query_len: at least the longest query; it sizes the grid.
+        first_sequence: those before it bring fewer than ``min_queries``. Each would have programs that return at once,
+            as many as the longest query has tiles: with a chunk of 2,048 tokens beside 128 decode rows 50,000 a layer.
     """
     num_heads, head_dim = q_THD.shape[1:]
-    num_sequences = len(context_lens_S)
+    num_sequences = len(context_lens_S) - first_sequence
     width = block_of(head_dim, 32)
 
     def grid(meta: dict) -> tuple[int, int, int]:
         return (triton.cdiv(max_query_len, meta["BLOCK_M"]), num_sequences, num_heads)
 
-    if num_sequences and max_query_len:
+    if num_sequences > 0 and max_query_len:
         _tuned[width, q_THD.dtype == torch.float32][grid](
             q_THD, k_cache, v_cache, out_THD, cu_query_S1, context_lens_S, block_tables_SB, scale * LOG2E,
             *q_THD.stride()[:2], k_cache.stride(0), k_cache.stride(1), *out_THD.stride()[:2], block_tables_SB.stride(0),
-            min_queries,
+            min_queries, first_sequence,
             GROUP=num_heads // k_cache.shape[1], PAGE=k_cache.shape[2], D=head_dim, BLOCK_D=width,
         )  # fmt: skip

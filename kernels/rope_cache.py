@@ -1,6 +1,7 @@
 """Rotary embedding of queries and keys, and the write of keys and values into the paged cache, in one pass.
 
-One program per token: half-split rotation (Su et al. 2021, arXiv:2104.09864) in fp32, rounded once. Memory bound: reads
+One program per token: half-split rotation (Su et al. 2021, arXiv:2104.09864) in fp32, rounded once; the same
+fused multiply-add as in newest, so that a key has the same bits whoever rotates it. Memory bound: reads
 the token's q, k, v and one row of each table, writes q, k, v; nothing is read twice.
 
 Shape suffixes: T tokens, H query heads, K kv heads, D head width, P positions, D2 half the head width.
@@ -34,8 +35,8 @@ def rope_cache_kernel(
     first = tl.load(q_ptrs, mask=is_q, other=0.0).to(tl.float32)
     second = tl.load(q_ptrs + D2, mask=is_q, other=0.0).to(tl.float32)
     out_ptrs = out_ptr + token * (HEADS * 2 * D2) + offs_h[:, None] * (2 * D2) + offs_d[None, :]
-    tl.store(out_ptrs, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=is_q)
-    tl.store(out_ptrs + D2, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=is_q)
+    tl.store(out_ptrs, tl.fma(first, cos, -(second * sin)).to(out_ptr.dtype.element_ty), mask=is_q)
+    tl.store(out_ptrs + D2, tl.fma(second, cos, first * sin).to(out_ptr.dtype.element_ty), mask=is_q)
 
     offs_k = tl.arange(0, BLOCK_K)
     is_kv = (offs_k < KV_HEADS)[:, None] & is_d[None, :]
@@ -45,8 +46,9 @@ def rope_cache_kernel(
     k_ptrs = k_ptr + token * stride_kt + offs_k[:, None] * stride_kh + offs_d[None, :]
     first = tl.load(k_ptrs, mask=is_kv, other=0.0).to(tl.float32)
     second = tl.load(k_ptrs + D2, mask=is_kv, other=0.0).to(tl.float32)
-    tl.store(k_cache_ptr + cache_offs, (first * cos - second * sin).to(k_cache_ptr.dtype.element_ty), mask=is_kv)
-    tl.store(k_cache_ptr + cache_offs + D2, (second * cos + first * sin).to(k_cache_ptr.dtype.element_ty), mask=is_kv)
+    k_rows = k_cache_ptr + cache_offs
+    tl.store(k_rows, tl.fma(first, cos, -(second * sin)).to(k_cache_ptr.dtype.element_ty), mask=is_kv)
+    tl.store(k_rows + D2, tl.fma(second, cos, first * sin).to(k_cache_ptr.dtype.element_ty), mask=is_kv)
     v_ptrs = v_ptr + token * stride_vt + offs_k[:, None] * stride_vh + offs_d[None, :]
     for half in tl.static_range(2):
         v = tl.load(v_ptrs + half * D2, mask=is_kv, other=0.0).to(tl.float32)

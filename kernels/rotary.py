@@ -27,8 +27,8 @@ def _move_heads(
     targets = target + token * stride_tt + offs_h * stride_th + offs_d
     first = tl.load(sources, mask=is_in, other=0.0).to(tl.float32)
     second = tl.load(sources + D2, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(targets, (first * cos - second * sin).to(target.dtype.element_ty), mask=is_in)
-    tl.store(targets + D2, (second * cos + first * sin).to(target.dtype.element_ty), mask=is_in)
+    tl.store(targets, tl.fma(first, cos, -(second * sin)).to(target.dtype.element_ty), mask=is_in)
+    tl.store(targets + D2, tl.fma(second, cos, first * sin).to(target.dtype.element_ty), mask=is_in)
 
 
 @triton.jit

@@ -42,6 +42,8 @@ class PagedLayout:
     """Of this step's sequences; of a captured step, whose lengths change between replays, an upper bound."""
     is_captured: bool = False
     """The step goes into a CUDA graph: every sequence brings one token, and no value may be looked at on the host."""
+    first_chunk: int = 0
+    """Sequences before this one are known to bring one token each; 0 claims nothing."""
 
 
 Span = tuple[int, int]

@@ -205,7 +205,10 @@ def paged_attention(
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     cu, context, tables = layout.cu_query_S1, layout.context_lens_S, layout.block_tables_SB
     if layout.max_query_len > 1:
-        paged_prefill(q_THD, k_cache, v_cache, out_THD, cu, context, tables, layout.max_query_len, scale, min_queries=2)
+        paged_prefill(
+            q_THD, k_cache, v_cache, out_THD, cu, context, tables, layout.max_query_len, scale, min_queries=2,
+            first_sequence=layout.first_chunk,
+        )  # fmt: skip
     if num_sequences and (num_sequences > 1 or layout.max_query_len <= 1):
         _decode_attention(q_THD, k_cache, v_cache, out_THD, layout, scale)
     return out_THD

@@ -77,6 +77,7 @@ def build_batch(plan: StepPlan, rows: RowTable, block_size: int, device: torch.d
         **dict(zip(columns, tensors, strict=True)),
         max_query_len=int(query_lens_S.max(initial=0)),
         max_context_len=int(context_lens_S.max(initial=0)),
+        first_chunk=int(np.append(query_lens_S > 1, True).argmax()),
     )
     num_recomputed = sum(chunk.num_recomputed for chunk in plan.chunks)
     num_prefill = sum(c.length if c.sequence is None else c.num_recomputed for c in plan.chunks)

@@ -127,3 +127,29 @@ def test_wide_heads_in_fp32_fit_the_shared_memory_of_every_architecture() -> Non
     found = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, _ in found] == ["varlen_forward", "varlen_backward_kv"]
     assert all(int(shared) <= 163 * 1024 for _, shared in found)
+
+
+ROTATIONS = """
+import re
+from dataclasses import replace
+from sagc_fast.kernels.aot import Shape, launches
+from sagc_fast.kernels.compile_ahead import compile_launch
+
+for launch in launches(Shape(4, 2, 64, 64, 96, 300), first=True):
+    if launch.name in ("rope_cache", "rotary") or "ROTATES" in launch.title:
+        launch = replace(launch, options=(*launch.options, ("enable_fp_fusion", False)))
+        print(launch.name, len(re.findall("fma.rn.f32", compile_launch(launch, 90).asm["ptx"])))
+"""
+
+
+def test_rotations_do_not_leave_their_rounding_to_the_compiler() -> None:
+    """Who may fuse a product and a sum may do it otherwise in another kernel, and a key that is computed again would
+    have other bits: the fused operations stand in the source, so they are there also where the compiler may fuse none.
+    """
+    done = subprocess.run([sys.executable, "-c", ROTATIONS], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, _ in found] == [
+        "rope_cache", "group_decode", "paged_decode", "paged_decode", "rotary", "rotary",
+    ]  # fmt: skip
+    assert all(int(count) > 0 for _, count in found), found

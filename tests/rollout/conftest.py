@@ -76,6 +76,8 @@ class ContextHashModel:
         assert np.unique(slots).size == slots.size, "two tokens are written to one slot"
         assert layout.max_query_len == np.diff(ends).max()
         assert layout.max_context_len == lengths.max()
+        assert (np.diff(ends)[: layout.first_chunk] == 1).all()
+        assert (np.diff(ends)[layout.first_chunk :] > 1)[:1].all(), "a decode row is taken for the first chunk"
         self.num_tokens += tokens.size
         self.largest_step = max(self.largest_step, tokens.size)
         keys, values = kv.k(0).numpy(), kv.v(0).numpy()

@@ -74,3 +74,25 @@ def test_decode_rows_rotate_and_write_their_own(
     written = TOLERANCE[torch.float32] if dtypes[1] == torch.float32 else 2.0**-7
     torch.testing.assert_close(caches[0].cpu(), wanted_caches[0], rtol=written, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(caches[1].cpu(), wanted_caches[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_key_has_the_same_bits_whoever_rotates_it(dtype: torch.dtype, device: torch.device) -> None:
+    """After a preemption a prefill writes the key that a decode step wrote before."""
+    rows = [(1 + 3 * i, 1, -1, 0) for i in range(40)]
+    _, k_cache, v_cache, layout = make_step(rows, 4, 2, 64, dtype)
+    generator = torch.Generator().manual_seed(3)
+    own = torch.randn(len(rows), 8, 64, generator=generator).to(dtype, copy=True).to(device).split((4, 2, 2), 1)
+    angles = torch.randn(layout.max_context_len, 32, generator=generator)
+    tables = (angles.cos().to(device), angles.sin().to(device))
+    block = layout.block_tables_SB.long().gather(1, (layout.positions_T // PAGE).unsqueeze(1)).squeeze(1)
+    slots = block * PAGE + layout.positions_T % PAGE
+    moved = {name: x.to(device) for name, x in layout.__dict__.items() if isinstance(x, torch.Tensor)}
+    layout = replace(layout, **moved | {"slots_T": slots.to(device)})
+    by_decode, by_prefill = ([cache.to(device, copy=True) for cache in (k_cache, v_cache)] for _ in range(2))
+    triton_ops.rope_and_attend(*own, *tables, *by_decode, layout, SCALE)
+    triton_ops.rope_and_cache(*own, *tables, layout.positions_T, *by_prefill, layout.slots_T)
+    for one, other, before in zip(by_decode, by_prefill, (k_cache, v_cache), strict=True):
+        written, wanted, old = (cache.cpu()[slots // PAGE, :, slots % PAGE] for cache in (one, other, before))
+        assert torch.equal(written, wanted)
+        assert not torch.equal(written, old)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_steps import PAGE, SCALE, compare, make_step
 from sagc_fast.kernels.decode_plan import BLOCK_SEQUENCES, decode_plan
 from sagc_fast.kernels.group_decode import group_decode
+from sagc_fast.kernels.paged_prefill import paged_prefill
 
-from sagc_fast.ops import triton_ops
+from sagc_fast.ops import paged, triton_ops
 
 MIXED = [
     (1, 1, -1, 0), (33, 1, 7, 2), (40, 1, 7, 2), (65, 1, 7, 2), (130, 1, 8, 1), (17, 17, -1, 0),
@@ -19,6 +22,22 @@ MIXED = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_decode_rows_siblings_and_chunks_in_one_step(dtype: torch.dtype, device: torch.device) -> None:
     compare(make_step(MIXED, 3, 1, 32, dtype), device)
+
+
+def test_decode_rows_ahead_of_the_first_chunk_may_be_named(device: torch.device) -> None:
+    q, k, v, layout = make_step(MIXED, 3, 1, 32, torch.float32)
+    compare((q, k, v, replace(layout, first_chunk=5)), device)
+
+
+def test_prefill_leaves_the_sequences_before_its_first_one_alone(device: torch.device) -> None:
+    q, k, v, layout = make_step([(20, 4, -1, 0), (9, 5, -1, 0), (40, 33, -1, 0)], 2, 1, 16, torch.float32)
+    wanted = paged.paged_attention(q, k, v, layout, SCALE)
+    out = torch.full_like(q, 7.0).to(device)
+    integers = (layout.cu_query_S1, layout.context_lens_S, layout.block_tables_SB)
+    q, k, v, *integers = (x.to(device) for x in (q, k, v, *integers))
+    paged_prefill(q, k, v, out, *integers, 33, SCALE, first_sequence=1)
+    assert (out[:4] == 7.0).all()
+    torch.testing.assert_close(out[4:].cpu(), wanted[4:], rtol=0, atol=1e-5)
 
 
 WITHOUT_A_TOKEN = {
