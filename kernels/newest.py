@@ -1,9 +1,9 @@
 """A decode step's own projections on their way into attention: rotated in registers, keys and values written there.
 
-Half-split rotation as in rope_cache, to the bit: fp32, rounded once to the cache's dtype. A key that is computed again
-in a prefill, after a preemption, is the key that the decode step wrote, so the fused multiply-add stands in both sources
-and is not left to the compiler. What a decode kernel rotates needs no launch of rope_cache before it, and no rotated
-queries on their way through memory.
+Half-split rotation as in rope_cache, to the bit: fp32, rounded once. A key that a prefill computes again, after a
+preemption, has to be the one that a decode step wrote, so the fused multiply-add stands in both sources and is not left
+to the compiler. What a decode kernel rotates needs no launch of rope_cache before it, and no rotated queries on their
+way through memory.
 
 Shape suffixes: T tokens, K kv heads, D head width, P positions, D2 half the head width.
 """

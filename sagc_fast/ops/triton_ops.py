@@ -408,22 +408,25 @@ class HeadGradients:
     def __init__(self, hidden_NE: torch.Tensor, lm_head_VE: torch.Tensor, needs_hidden: bool, needs_head: bool) -> None:
         self._hidden_NE, self._lm_head_VE = hidden_NE, lm_head_VE
         self._grad_hidden_NE = torch.empty_like(hidden_NE) if needs_hidden else None
-        self._grad_head_VE = (
-            torch.zeros(lm_head_VE.shape, dtype=torch.float32, device=lm_head_VE.device) if needs_head else None
-        )
+        self._needs_head = needs_head
+        self._grad_head_VE: torch.Tensor | None = None
 
     def add(self, part: slice, grad_logits_nV: torch.Tensor) -> None:
         """The rows ``part`` of the batch."""
         if self._grad_hidden_NE is not None:
             torch.mm(grad_logits_nV, self._lm_head_VE, out=self._grad_hidden_NE[part])
-        if self._grad_head_VE is not None:
+        if self._needs_head:
             factors = grad_logits_nV.t(), self._hidden_NE[part]
             if grad_logits_nV.is_cuda and grad_logits_nV.dtype != torch.float32:
                 product_VE = torch.mm(*factors, out_dtype=torch.float32)
             else:
                 product_VE = torch.mm(*(x.float() for x in factors))
-            self._grad_head_VE += product_VE
+            # As large as the head in fp32, so a pass over it costs as much as a sixth of the product: no zeros first.
+            self._grad_head_VE = product_VE if self._grad_head_VE is None else self._grad_head_VE.add_(product_VE)
 
     def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        grad_head_VE = self._grad_head_VE
-        return self._grad_hidden_NE, None if grad_head_VE is None else grad_head_VE.to(self._lm_head_VE.dtype)
+        if not self._needs_head:
+            return self._grad_hidden_NE, None
+        if self._grad_head_VE is None:  # no tokens
+            return self._grad_hidden_NE, torch.zeros_like(self._lm_head_VE)
+        return self._grad_hidden_NE, self._grad_head_VE.to(self._lm_head_VE.dtype)
