@@ -33,7 +33,12 @@ from gpu import report  # noqa: E402
 from gpu.table import render, targets_of  # noqa: E402
 
 BUDGET_SECONDS = 455.0
-"""Of all stages: 8 minutes, less the first look for a GPU (20 s), parts that have to be killed, and the table."""
+"""Of all stages: 8 minutes, less the first look for a GPU, parts that have to be killed, and the table."""
+LOOK_SECONDS, LOOK_LIMIT_SECONDS = 20.0, 150.0
+"""What the first look may take before it shortens the budget, and before it is given up: on a machine that was started
+for this, loading torch for the first time reads gigabytes."""
+MOST_SPARE_FACTOR = 2.0
+"""A part may take so many times its limit where the parts before it took less than theirs."""
 REHEARSAL_FACTOR = 4.0
 """Limits and budget of a rehearsal, which takes minutes of CPU, are so many times as long: the machine may be busy."""
 LEAST_SECONDS = 8.0
@@ -62,11 +67,11 @@ STAGES: tuple[tuple[Part, ...], ...] = (
     (
         Part("machine", ("gpu.machine",), 40, 15),
         Part("build", ("gpu.build",), 60, 25),
-        Part("warm", ("gpu.warm",), 100, 55),
+        Part("warm", ("gpu.warm",), 100, 35),
         Part("tests", ("gpu.tests",), 112, 80),
     ),
     (Part("ceilings", ("gpu.ceilings",), 26, 18),),
-    (Part("rollout 3B", ("gpu.rollout", "3B"), 120, 85),),
+    (Part("rollout 3B", ("gpu.rollout", "3B"), 120, 110),),
     (Part("kernels", ("gpu.kernels",), 46, 35),),
     (Part("step", ("gpu.step", "3B", "0.5B"), 35, 22),),
     (Part("rollout 0.5B", ("gpu.rollout", "0.5B"), 41, 40, is_rehearsed=False),),
@@ -85,8 +90,10 @@ def run(
     """
     started = time.monotonic()
     records: list[dict[str, Any]] = []
-    for stage in stages:
+    stages = list(stages)
+    for index, stage in enumerate(stages):
         left = budget_seconds - (time.monotonic() - started)
+        spare = left - sum(max(part.limit_seconds for part in later) for later in stages[index:])
         if left < LEAST_SECONDS:
             records += [
                 {"part": part.name, "status": "left out", "seconds": 0.0, "rows": [],
@@ -96,7 +103,7 @@ def run(
             continue
         print(f"[{time.monotonic() - started:5.0f} s] {', '.join(part.name for part in stage)}", flush=True)
         with ThreadPoolExecutor(len(stage)) as pool:
-            jobs = [pool.submit(run_part, p, work, min(p.limit_seconds, left), environment) for p in stage]
+            jobs = [pool.submit(run_part, p, work, limit_of(p, left, spare), environment) for p in stage]
             done = [job.result() for job in jobs]
         for record in done:
             if record["status"] != "ok":
@@ -105,6 +112,13 @@ def run(
         if keep is not None:
             keep(records)
     return records
+
+
+def limit_of(part: Part, left_seconds: float, spare_seconds: float) -> float:
+    """Its own limit, longer by what earlier parts did not use (``spare``: what is left beyond the limits of all that
+    follow), so that no later part pays for it."""
+    longest = min(part.limit_seconds + max(0.0, spare_seconds), MOST_SPARE_FACTOR * part.limit_seconds)
+    return min(longest, left_seconds)
 
 
 def run_part(part: Part, work: Path, limit_seconds: float, environment: dict[str, str]) -> dict[str, Any]:
@@ -226,8 +240,9 @@ def look_for_gpu() -> tuple[bool, dict[str, str]]:
     allocation and to a graph. Asked of another process, so that this one never holds the device."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", LOOK], capture_output=True, cwd=ROOT, env=os.environ | SEGMENTS, timeout=60
-        )
+            [sys.executable, "-c", LOOK], capture_output=True, cwd=ROOT, env=os.environ | SEGMENTS,
+            timeout=LOOK_LIMIT_SECONDS,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         return b"there is a GPU" in (error.stdout or b""), {}
     return b"there is a GPU" in done.stdout, SEGMENTS if done.returncode == 0 else {}
@@ -237,7 +252,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/gpu_check.sh", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="every part on the CPU with tiny shapes")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose name begins with a WORD")
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, metavar="S", help="seconds of all stages")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="S",
+        help=f"seconds of all stages; default: {BUDGET_SECONDS:.0f} and a little less"
+        " where the first look for a GPU takes long",
+    )
     default = Path(os.environ.get("OUT") or ROOT / "build/gpu_check")
     parser.add_argument("--out", type=Path, default=default, metavar="DIR", help="default: $OUT or build/gpu_check")
     options = parser.parse_args(arguments)
@@ -246,7 +267,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not any(stages):
         names = ", ".join(part.name for stage in STAGES for part in stage)
         parser.error(f"--only {' '.join(options.only)} names no part; they are {names}.")
+    looked = time.monotonic()
     has_gpu, memory = (False, {}) if options.rehearse else look_for_gpu()
+    late = max(0.0, time.monotonic() - looked - LOOK_SECONDS)
+    if options.budget is None:
+        options.budget = BUDGET_SECONDS - late
     if not options.rehearse and not has_gpu:
         print("torch sees no CUDA GPU here; bench/gpu_check.sh --rehearse shows the check on the CPU.", file=sys.stderr)
         return 2

@@ -1,19 +1,21 @@
 """Every Triton kernel at the shapes of the two models: bytes or operations per second, beside the ceilings.
 
 Operations are called as the engine and the trainer call them (``sagc_fast.ops``), so a figure includes what their
-launchers do on the device. Beside them: the CUDA C++ twins where they are built, flash-attn where it is installed and
-torch's own flash attention where it is not. Times are the device's own, with a cold second-level cache.
+launchers do on the device. Beside them: the CUDA C++ twins where they are built, and flash-attn, or torch's copy of its
+kernels where that is not installed. Times are the device's own, with a cold second-level cache.
 
 A rehearsal runs the kernels in Triton's interpreter, where Triton is installed.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -184,27 +186,32 @@ class Bench:
             pairs = sum(p * (p + 1) / 2 + sum(n * p + n * (n + 1) / 2 for n in ns) for p, ns in sizes)
             flops = 4.0 * pairs * c.num_heads * c.head_dim
             ours = self._attention(f"attention, {what}", lambda q, k, v, la=layout: _varlen(q, k, v, la), layout, flops)
-            if flash_module() is not None and not REHEARSAL:
-                theirs, name = (
-                    self._attention(
-                        f"flash-attn, {what}", lambda q, k, v, la=layout: _flash(q, k, v, la), layout, flops
-                    ),
-                    "flash-attn",
+            peer, name = flash_peer()
+            theirs = None
+            if peer is not None:
+                theirs = self._attention(
+                    f"{name}, {what}", lambda q, k, v, la=layout, peer=peer: _flash(peer, q, k, v, la), layout, flops
                 )
-            elif what == "causal sequences":
-                theirs, name = (
-                    self._attention(
-                        "torch flash SDPA, causal sequences", lambda q, k, v: _sdpa(q, k, v, SEQUENCES), layout, flops
-                    ),
-                    "torch's flash SDPA, as flash-attn is not installed",
-                )
-            else:
-                continue
+            if theirs is None and what == "causal sequences":
+                name = "torch's flash SDPA"
+                theirs = self._attention(f"{name}, {what}", lambda q, k, v: _sdpa(q, k, v, SEQUENCES), layout, flops)
             if ours and theirs:
                 row(
-                    f"speed against {name.partition(',')[0]}, {what}, {self.name}", theirs / ours, "x",
-                    beside=f"forward and backward, {name}", target="attention", ratio=theirs / ours,
+                    f"speed against {name}, {what}, {self.name}", theirs / ours, "x",
+                    beside="forward and backward" + self._difference(peer, layout), target="attention",
+                    ratio=theirs / ours,
                 )  # fmt: skip
+
+    def _difference(self, peer: ModuleType | None, layout: PackedLayout) -> str:
+        """How far the outputs are from those of flash-attn, in words."""
+        if peer is None:
+            return ""
+        c, tokens = self.config, len(layout.positions_T)
+        q = self.random(tokens, c.num_heads, c.head_dim)
+        k, v = (self.random(tokens, c.num_kv_heads, c.head_dim) for _ in "kv")
+        with torch.no_grad():
+            apart = (_varlen(q, k, v, layout).float() - _flash(peer, q, k, v, layout).float()).abs().max()
+        return f"; outputs at most {float(apart):.2g} apart"
 
     def _attention(self, what: str, call: Callable, layout: PackedLayout, flops: float) -> float | None:
         """Forward, then forward and backward together; the seconds of the latter."""
@@ -259,18 +266,45 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLay
     return (ops if module is None else module).varlen_attention(q, k, v, layout, scale)
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    return flash_module().varlen_attention(q, k, v, layout, q.shape[-1] ** -0.5)
+def _flash(peer: ModuleType, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    return peer.varlen_attention(q, k, v, layout, q.shape[-1] ** -0.5)
+
+
+@functools.cache
+def flash_peer() -> tuple[ModuleType | None, str]:
+    """(sagc_fast.ops.flash, name) over the flash-attn package, or over torch's own copy of its kernels where that is
+    not installed; None where neither is to be had. Which backend the operations use stays as it is."""
+    if flash_module() is not None:
+        return flash_module(), "flash-attn"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None, ""
+    if REHEARSAL:  # it has no CPU kernels
+        return None, ""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_query, cu_key, max_query, max_key, *, dropout_p: float, softmax_scale: float, causal: bool
+    ) -> torch.Tensor:  # fmt: skip
+        window = (-1, 0) if causal else (-1, -1)
+        return varlen_attn(q, k, v, cu_query, cu_key, max_query, max_key, scale=softmax_scale, window_size=window)
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    sys.modules["flash_attn"] = package
+    try:
+        from sagc_fast.ops import flash
+    finally:
+        del sys.modules["flash_attn"]
+    return flash, "torch's flash-attn"
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int) -> torch.Tensor:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    group = q.shape[1] // k.shape[1]
     q, k, v = (x.view(sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH if REHEARSAL else SDPBackend.FLASH_ATTENTION):
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 

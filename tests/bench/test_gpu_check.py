@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -161,6 +165,135 @@ def test_every_part_is_a_module_with_a_limit_and_all_fit_a_command_of_ten_minute
     assert sum(max(part.limit_seconds for part in stage) for stage in driver.STAGES) <= driver.BUDGET_SECONDS <= 460
 
 
+def test_a_part_gets_what_earlier_ones_left_and_no_later_one_pays(driver: ModuleType, tmp_path, monkeypatch) -> None:
+    given = []
+
+    def run_part(part, work, limit_seconds, environment) -> dict:
+        given.append((part.name, round(limit_seconds)))
+        return {"part": part.name, "status": "ok", "seconds": 0.0, "rows": []}
+
+    monkeypatch.setattr(driver, "run_part", run_part)
+    stages = [[driver.Part(name, (), limit)] for name, limit in (("one", 30), ("two", 40), ("three", 50))]
+    driver.run(stages, tmp_path, 120.0, {})  # nothing is used, so all of the first one's 30 s are left for the second
+    assert given == [("one", 30), ("two", 70), ("three", 100)]
+    given.clear()
+    driver.run(stages, tmp_path, 100.0, {})
+    assert given == [("one", 30), ("two", 50), ("three", 100)]
+    assert driver.limit_of(stages[1][0], left_seconds=25.0, spare_seconds=-65.0) == 25.0
+
+
+def test_a_slow_first_look_for_a_gpu_shortens_the_budget(driver: ModuleType, tmp_path, monkeypatch) -> None:
+    clock, budgets = [0.0], []
+
+    def look() -> tuple[bool, dict]:
+        clock[0] += 80.0
+        return True, {}
+
+    def run(stages, work, budget_seconds, environment, keep) -> list:
+        budgets.append(budget_seconds)
+        return []
+
+    monkeypatch.setattr(driver, "look_for_gpu", look)
+    monkeypatch.setattr(driver, "run", run)
+    monkeypatch.setattr(driver.time, "monotonic", lambda: clock[0])
+    assert driver.main(["--out", str(tmp_path)]) == 0
+    assert driver.main(["--out", str(tmp_path), "--budget", "90"]) == 0
+    assert budgets == [driver.BUDGET_SECONDS - 60.0, 90.0]
+
+
+@pytest.fixture
+def torchs_flash(monkeypatch) -> Iterator[list]:
+    """torch's variable-length attention taken down, with flash-attn not installed."""
+    varlen, calls = pytest.importorskip("torch.nn.attention.varlen"), []
+
+    def varlen_attn(q, k, v, *arguments, **options):
+        calls.append((arguments, options))
+        return q
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed")
+    yield calls
+    sys.modules.pop("sagc_fast.ops.flash", None)
+    sys.modules["sagc_fast.ops"].__dict__.pop("flash", None)
+
+
+def test_torchs_copy_of_flash_attn_is_the_peer_and_no_backend(torchs_flash: list, monkeypatch) -> None:
+    import torch
+    from gpu import kernels
+
+    from sagc_fast.ops import backend
+
+    monkeypatch.setattr(kernels, "REHEARSAL", False)
+    monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))
+    kernels.flash_peer.cache_clear()
+    backend.flash_module.cache_clear()
+    peer, name = kernels.flash_peer()
+    kernels.flash_peer.cache_clear()
+    assert name == "torch's flash-attn"
+    assert "flash_attn" not in sys.modules
+    assert backend.flash_module() is None
+    layout = kernels.packed_layout([(4, (2, 3))])
+    q, k = torch.randn(9, 4, 8), torch.randn(9, 2, 8)
+    kernels._flash(peer, q, k, k, layout)
+    ((arguments, options),) = torchs_flash
+    cu_query, cu_key, *longest = arguments
+    assert cu_query.tolist() == [0, 4, 6, 9]
+    assert cu_key.tolist() == [0, 4, 10, 17]
+    assert longest == [4, 7]
+    assert options == {"scale": 8**-0.5, "window_size": (-1, 0)}
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch) -> Iterator[Callable[[str], list[dict]]]:
+    """``tool("sleep 60")``: the rows of the part ``nsight`` with an ncu that does this, beside a profiler that ran."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu import nsight, report
+
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv(report.ROWS_VARIABLE, str(tmp_path / "rows.jsonl"))
+    monkeypatch.setenv(report.OUT_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(report.LIMIT_VARIABLE, str(nsight.RESERVE_SECONDS + 6.0))
+    monkeypatch.setattr(nsight, "is_rehearsal", lambda: False)
+    plain = nsight._profile
+    monkeypatch.setattr(nsight, "_profile", lambda tool, *rest: "" if tool == "torch" else plain(tool, *rest))
+    monkeypatch.setattr(nsight, "keep_file", lambda path: path.name)
+
+    def run(script: str) -> list[dict]:
+        (folder / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "ncu").chmod(0o755)
+        with pytest.raises(SystemExit) if script != "exit 0" else nullcontext():
+            nsight.main()
+        return report.read_rows(tmp_path / "rows.jsonl")
+
+    yield run
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize(("script", "said"), [("sleep 60", "was ended after"), ("exit 3", "ended with 3")])
+def test_a_profiler_that_fails_leaves_its_command_and_a_word_why(tool, script: str, said: str) -> None:
+    rows = {row["what"]: row for row in tool(script)}
+    assert rows["torch.profiler"]["value"] == "ran"
+    assert rows["nsys, command"]["value"] == "not installed"
+    assert "nsys profile --trace=cuda,nvtx,osrt" in rows["nsys, command"]["beside"]
+    assert "ncu --set full" in rows["ncu, command"]["beside"]
+    assert said in rows["ncu"]["beside"]
+
+
+def test_what_stands_in_the_table_is_what_the_command_prints(monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu import nsight
+
+    from sagc_fast.cli import main
+
+    for name in nsight.REPORTS:
+        assert main(["profile", "--tool", name, "--print", "--out", "there", "--", *nsight.GENERATE]) == 0
+        assert capsys.readouterr().out.strip() == nsight.command_of(name, "there")
+
+
 def test_busy_time_is_the_union_of_the_kernels(driver: ModuleType) -> None:
     from gpu.profiled import union_seconds
 
@@ -237,6 +370,9 @@ def test_a_rehearsal_of_cheap_parts_goes_through(tmp_path: Path) -> None:
     assert set(brief["targets"].values()) == {"not measured"}
     whole = json.loads((tmp_path / "gpu_check.json").read_text())
     assert [part["part"] for part in whole["parts"]] == ["machine", "rollout 3B"]
-    figures = {row["what"] for row in whole["parts"][1]["rows"]}
+    figures = [row["what"] for row in whole["parts"][1]["rows"]]
+    # What the targets need comes before the modes that are only shown beside.
+    assert figures.index("transformers.generate 4 x 2") < figures.index("rollout 4 x 2, graphs off, sharing on")
+    assert len([what for what in figures if what.startswith("rollout ")]) == 8
     assert any(what.startswith("decode step, ") for what in figures)
     assert any(what.startswith("transformers.generate") for what in figures)
