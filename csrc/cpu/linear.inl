@@ -241,6 +241,9 @@ void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
 #include "linear_columns.inl"
 #define SAGC_SHORT
 #endif
+#ifdef SAGC_SHORT
+#include "linear_lanes.inl"
+#endif
 
 // The functions of the table.
 namespace {
@@ -279,7 +282,7 @@ int64_t linear_items(const LinearArgs& a) {
 
 void linear(const LinearArgs& a, int64_t begin, int64_t end) {
 #ifdef SAGC_BF16_DOT
-  if (is_short(a)) return short_range(a, begin, end);
+  if (is_short(a)) return short_range<bf16_t>(a, static_cast<const bf16_t*>(a.x), a.x_stride, begin, end);
   if (meets_in_bf16(a)) return linear_range<Bf16Product>(a, a.x, a.x_stride, begin, end);
 #endif
   const bool is_widened = linear_scratch(a) > 0;

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kShortK = 512, kShortColumns = 8192;       // at most
 constexpr int64_t kSmallK = 1024, kSmallWeights = 1 << 18;  // or so few weights in all
+constexpr int64_t kMostShortK = kSmallK;
 constexpr int kLanePanel = 2 * Vec::kWidth;
 constexpr int64_t kStepsPerFetch = 16;
 
@@ -65,12 +66,10 @@ void lay_out_panel(const LinearArgs& a, int64_t first, W* panel) {
   }
 }
 
-template <int ROWS, class W, class Y>
-inline __attribute__((always_inline)) void lane_tile(const LinearArgs& a, const float* x, int64_t x_stride, const W* panel,
-                                                     const Vec* bias, int columns, Y* y, Prefetch& prefetch) {
-  Vec sum[ROWS][2];
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = Vec::zero();
+// Adds x[k] * w[k] of the panel for k in [begin, end), both even, to the sums of ROWS rows.
+template <int ROWS, class W>
+inline __attribute__((always_inline)) void add_lanes(Vec (&sum)[ROWS][2], const float* x, int64_t x_stride, const W* panel,
+                                                     int64_t begin, int64_t end) {
   auto add = [&](int64_t k, const Vec& w0, const Vec& w1) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
@@ -79,87 +78,18 @@ inline __attribute__((always_inline)) void lane_tile(const LinearArgs& a, const 
       sum[r][1] = Vec::fma(v, w1, sum[r][1]);
     }
   };
-  for (int64_t k = 0; k < a.K;) {
-    prefetch.advance();
-    const int64_t some = k + kStepsPerFetch, stop = some < a.K ? some : a.K;
-    if constexpr (sizeof(W) == 4) {
-      for (; k < stop; k++, panel += kLanePanel) add(k, Vec::load(panel), Vec::load(panel + Vec::kWidth));
-    } else {
-      const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-      for (; k < stop; k += 2, panel += 2 * kLanePanel) {
-        const __m256i u0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel));
-        const __m256i u1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + kLanePanel));
-        add(k, {_mm256_castsi256_ps(_mm256_slli_epi32(u0, 16))}, {_mm256_castsi256_ps(_mm256_slli_epi32(u1, 16))});
-        add(k + 1, {_mm256_castsi256_ps(_mm256_and_si256(u0, high))}, {_mm256_castsi256_ps(_mm256_and_si256(u1, high))});
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 16
-    for (int i = 0; i < 2; i++)
-      if (const int n = columns - i * Vec::kWidth; n > 0)
-        store_n(y + r * a.y_stride + i * Vec::kWidth, sum[r][i] + bias[i], n < Vec::kWidth ? n : Vec::kWidth);
-}
-
-template <int ROWS, class W, class Y>
-void lane_rows(int64_t rows, const LinearArgs& a, const float* x, int64_t x_stride, const W* panel, const Vec* bias, int columns,
-               Y* y, Prefetch& prefetch) {
-  if (rows == ROWS)
-    lane_tile<ROWS>(a, x, x_stride, panel, bias, columns, y, prefetch);
-  else if constexpr (ROWS > 1)
-    lane_rows<ROWS - 1>(rows, a, x, x_stride, panel, bias, columns, y, prefetch);
-}
-
-// One panel against `rows` rows of x.
-template <class W, class Y>
-void short_item(const LinearArgs& a, const float* x, int64_t x_stride, int64_t rows, int64_t first_column, Y* y) {
-  alignas(64) W laid_out[kSmallK * kLanePanel];
-  const int64_t left = a.N - first_column, panel_size = kLanePanel * a.K;
-  const int columns = static_cast<int>(left < kLanePanel ? left : kLanePanel);
-  const W* panel = laid_out;
-  Prefetch prefetch;  // nothing to fetch for one tile: its panels are a stream of their own
-  if (a.packed_weight == nullptr) {
-    lay_out_panel(a, first_column, laid_out);
+  panel += begin * kLanePanel;
+  if constexpr (sizeof(W) == 4) {
+    for (int64_t k = begin; k < end; k++, panel += kLanePanel) add(k, Vec::load(panel), Vec::load(panel + Vec::kWidth));
   } else {
-    panel = static_cast<const W*>(a.packed_weight) + first_column * a.K;
-    if (left > kLanePanel && rows > kLaneRows<W>) {
-      const int64_t tiles = (rows + kLaneRows<W> - 1) / kLaneRows<W>, lines = panel_size * int64_t{sizeof(W)} / 64;
-      const int64_t fetches = tiles * ((a.K + kStepsPerFetch - 1) / kStepsPerFetch);
-      prefetch.at = reinterpret_cast<const char*>(panel + panel_size), prefetch.end = prefetch.at + lines * 64;
-      prefetch.lines_at_once = (lines + fetches - 1) / fetches;
+    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    for (int64_t k = begin; k < end; k += 2, panel += 2 * kLanePanel) {
+      const __m256i u0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel));
+      const __m256i u1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + kLanePanel));
+      add(k, {_mm256_castsi256_ps(_mm256_slli_epi32(u0, 16))}, {_mm256_castsi256_ps(_mm256_slli_epi32(u1, 16))});
+      add(k + 1, {_mm256_castsi256_ps(_mm256_and_si256(u0, high))}, {_mm256_castsi256_ps(_mm256_and_si256(u1, high))});
     }
   }
-  Vec bias[2] = {Vec::zero(), Vec::zero()};
-  if (a.bias != nullptr)
-    for (int i = 0; i < 2; i++)
-      if (const int n = columns - i * Vec::kWidth; n > 0)
-        bias[i] = load_n(static_cast<const Y*>(a.bias) + first_column + i * Vec::kWidth, n < Vec::kWidth ? n : Vec::kWidth);
-  for (int64_t r = 0, n; r < rows; r += n) {
-    const int64_t rest = rows - r;  // the last rows in equal parts
-    n = rest >= 2 * kLaneRows<W> ? kLaneRows<W> : rest > kLaneRows<W> ? (rest + 1) / 2 : rest;
-    lane_rows<kLaneRows<W>>(n, a, x + r * x_stride, x_stride, panel, bias, columns, y + r * a.y_stride, prefetch);
-  }
-}
-
-int64_t short_items(const LinearArgs& a) {
-  return (a.M + kMaxBlock - 1) / kMaxBlock * ((a.N + kLanePanel - 1) / kLanePanel);
-}
-
-template <class W, class Y>
-void short_range(const LinearArgs& a, const float* x, int64_t x_stride, int64_t begin, int64_t end) {
-  const int64_t panels = (a.N + kLanePanel - 1) / kLanePanel;
-  for (int64_t i = begin; i < end; i++) {
-    const int64_t first_row = i / panels * kMaxBlock, first_column = i % panels * kLanePanel, left = a.M - first_row;
-    short_item<W>(a, x + first_row * x_stride, x_stride, left < kMaxBlock ? left : kMaxBlock, first_column,
-                  static_cast<Y*>(a.y) + first_row * a.y_stride + first_column);
-  }
-}
-
-template <class W>
-void short_range(const LinearArgs& a, const float* x, int64_t x_stride, int64_t begin, int64_t end) {
-  a.y_dtype == Dtype::kFloat32 ? short_range<W, float>(a, x, x_stride, begin, end)
-                               : short_range<W, bf16_t>(a, x, x_stride, begin, end);
 }
 
 }  // namespace
