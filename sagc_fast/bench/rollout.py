@@ -270,7 +270,7 @@ def _result(
         if key in runs[-1]:
             facts[key] = runs[-1][key]
     if "row_steps" in facts:
-        facts["idle_fraction"] = rounded(1 - tokens / facts["row_steps"])
+        facts["unused_fraction"] = rounded(1 - tokens / facts["row_steps"])
     if not is_ours:
         facts["ours_is_faster_by"] = _advantage(answers[OURS], runs, settings.clock)
     return result(name, metrics, **facts)

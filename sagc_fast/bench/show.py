@@ -214,7 +214,7 @@ def _show_rollout(screen: Console, record: dict[str, Any]) -> None:
         f"would idle {about['lock_step_idle']:.0%}"
     )
     is_cpu = record["machine"]["threads"] == 1
-    columns = ("engine", "tokens/CPU-s", "tokens/s wall", "ours is faster by", "idle", "prefill", "peak MB", "runs")
+    columns = ("engine", "tokens/CPU-s", "tokens/s wall", "ours is faster by", "unused", "prefill", "peak MB", "runs")
     rows = [_rollout_row(entry) for entry in record["results"]]
     print_table(screen, columns, rows)
     bound, memory = record["bound"], record["memory"]
@@ -256,7 +256,7 @@ def _rollout_row(entry: dict[str, Any]) -> tuple[str, ...]:
         spread(metrics["output_tokens_per_cpu_second"]),
         spread(metrics["output_tokens_per_second"]),
         f"{ratio['ratio']:.2f} ({ratio['low']:.2f} - {ratio['high']:.2f})" if ratio else "",
-        f"{facts['idle_fraction']:.0%}" if "idle_fraction" in facts else "",
+        f"{facts['unused_fraction']:.0%}" if "unused_fraction" in facts else "",
         f"{facts['prefill_tokens']:,}" if "prefill_tokens" in facts else "",
         number(metrics["peak_rss"]["median"]) if "peak_rss" in metrics else "",
         str(facts["runs"]),

@@ -179,8 +179,8 @@ def _fill(model: Transformer, tensors: dict[str, Any], path: Path) -> None:
             values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
         except NotImplementedError:
             raise ModelLoadError(
-                f"Tensor {name} in {path} is quantised as {tensor.tensor_type.name}, which the gguf package cannot undo; "
-                "use the model as F16 or Q8_0."
+                f"Tensor {name} in {path} is quantised as {tensor.tensor_type.name}, which the gguf package cannot "
+                "undo; use the model as F16 or Q8_0."
             ) from None
         if tuple(values.shape) != slot.shape:
             raise ModelLoadError(f"Tensor {name} in {path} has shape {list(values.shape)}, not {list(slot.shape)}.")

@@ -101,7 +101,10 @@ def _share_of_groups(
     num_problems = len(drawn.problems)
     if num_problems == 0:
         why = f"None of the first {end} held-out prompts fits the model" if end else "The task holds no problem out"
-        raise DatasetError(f"{why}; give it others or set evaluation.num_problems to 0.")
+        raise DatasetError(
+            f"{why}; give it others (task.heldout_fraction or task.heldout_path of a data set) "
+            "or set evaluation.num_problems to 0."
+        )
     share = drawn.part(processes.share(num_problems))
     return score_while_sampling(
         engine,

@@ -56,7 +56,7 @@ def test_this_engine_does_exactly_the_work(small_model, monkeypatch):
     facts = record["results"][0]["facts"]
     assert facts["row_steps"] == record["workload"]["output_tokens"]
     assert facts["prefill_tokens"] == record["workload"]["unique_prompt_tokens"]
-    assert facts["idle_fraction"] == 0
+    assert facts["unused_fraction"] == 0
     assert facts["active_rows"][0] == 6
     assert record["bound"]["seconds"] > 0
     assert record["bound"]["reached"] > 0
