@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,11 @@ examples:
   sagc-fast simulate runs/demo/sagc/lengths.jsonl --max-rows 64
   sagc-fast simulate --suggest runs/demo/sagc/lengths.jsonl       propose tau and delta for these lengths
   sagc-fast simulate lognormal:sigma=0.7 --delta 0.5 --fast --steps 1000000"""
+
+
+CONTROLLER_OPTIONS = ("tau", "delta", "eta", "gamma", "dwell", "radius", "signal")
+MAX_STEPS, MAX_FAST_STEPS, MAX_PROMPTS = 10_000_000, 100_000_000, 1_000_000
+"""Bounds that keep the records of a run within about a gigabyte."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,21 +89,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.suggest is not None or args.fast:
+        _refuse_unread_options(args)
     if args.plot is not None:
-        from sagc_fast.controller.plot import require_matplotlib
+        from sagc_fast.controller.plot import check_picture_path, require_matplotlib
 
         require_matplotlib()  # said before the work, not after it
+        check_picture_path(args.plot)
     if args.suggest is not None:
         return _suggest(args)
     return _run_fast(args) if args.fast else _compare(args)
 
 
-def _config(args: argparse.Namespace) -> SAGCConfig:
-    from sagc_fast.controller.config import SAGCConfig
+def _refuse_unread_options(args: argparse.Namespace) -> None:
+    """--suggest chooses tau and delta itself, and neither it nor --fast compares policies or draws."""
+    from sagc_fast.errors import ConfigError
 
-    names = ("tau", "delta", "eta", "gamma", "dwell", "radius", "signal")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SAGCConfig(candidates=_numbers(args.candidates, int, "--candidates"), **given)
+    mode = "--fast" if args.suggest is None else "--suggest"
+    unread = ["policies", "plot", *(() if args.suggest is None else CONTROLLER_OPTIONS)]
+    given = [f"--{name}" for name in unread if getattr(args, name) is not None]
+    given += ["--fast"] if args.fast and args.suggest is not None else []
+    if given:
+        raise ConfigError(f"{mode} makes no use of {', '.join(given)}; leave that out, or leave out {mode}.")
+
+
+def _config(args: argparse.Namespace) -> tuple[SAGCConfig, list[str]]:
+    """The controllers' configuration, and what it warns of."""
+    from sagc_fast.controller.config import ControllerWarning, SAGCConfig
+
+    given = {name: getattr(args, name) for name in CONTROLLER_OPTIONS if getattr(args, name) is not None}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ControllerWarning)
+        config = SAGCConfig(candidates=_numbers(args.candidates, int, "--candidates"), **given)
+    return config, [str(warning.message) for warning in caught]
 
 
 def _scenario(args: argparse.Namespace, process: str) -> Scenario:
@@ -105,17 +130,24 @@ def _scenario(args: argparse.Namespace, process: str) -> Scenario:
     from sagc_fast.controller.simulate import Scenario
     from sagc_fast.errors import ConfigError
 
-    for name in ("steps", "prompts"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    most = {"steps": MAX_FAST_STEPS if args.fast else MAX_STEPS, "prompts": MAX_PROMPTS}
+    for name, largest in most.items():
+        if not 1 <= getattr(args, name) <= largest:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1 and at most {largest:,}.")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it must be at least 0.")
+    for name in ("iteration_ms", "row_us", "update_us", "fixed_seconds"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a finite number >= 0.")
+    if args.max_rows is not None and args.max_rows < 1:
+        raise ConfigError(f"--max-rows is {args.max_rows}; it must be at least 1.")
     scales = {"iteration_ms": 1e-3, "row_us": 1e-6, "update_us": 1e-6, "fixed_seconds": 1.0, "max_rows": 1}
     fields = {"iteration_ms": "iteration_seconds", "row_us": "row_seconds", "update_us": "update_token_seconds"}
     costs = {fields.get(k, k): getattr(args, k) * scale for k, scale in scales.items() if getattr(args, k) is not None}
     difficulty = _numbers(args.difficulty, float, "--difficulty")
-    if len(difficulty) != 2 or min(difficulty) <= 0:
-        raise ConfigError(f"--difficulty is {args.difficulty!r}; it must be two numbers > 0 such as 0.5,0.5.")
+    if len(difficulty) != 2 or not all(0 < number < math.inf for number in difficulty):
+        raise ConfigError(f"--difficulty is {args.difficulty!r}; it must be two finite numbers > 0 such as 0.5,0.5.")
     return Scenario(
         parse_process(process),
         steps=args.steps,
@@ -137,32 +169,37 @@ def _numbers(text: str, kind: Callable[[str], Any], option: str) -> tuple:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from sagc_fast.controller.compare import DEFAULT_POLICIES, compare
+    from sagc_fast.controller.compare import DEFAULT_POLICIES, alike, compare
     from sagc_fast.controller.hold import HOLDS
     from sagc_fast.errors import ConfigError
 
-    config, scenario = _config(args), _scenario(args, args.process)
+    (config, notes), scenario = _config(args), _scenario(args, args.process)
     if args.hold != "all" and args.hold not in HOLDS:
         raise ConfigError(f"--hold is {args.hold!r}; it must be one of {', '.join(HOLDS)}, all.")
     holds = HOLDS if args.hold == "all" else (args.hold,)
-    policies = tuple(filter(None, args.policies.split(","))) if args.policies else DEFAULT_POLICIES
-    with _Progress(len(holds) * len(policies) * args.steps) as progress:
+    policies = DEFAULT_POLICIES
+    if args.policies is not None:
+        policies = tuple(filter(None, map(str.strip, args.policies.split(","))))
+    together = alike(scenario, holds)
+    with _Progress(len(together) * len(policies) * args.steps) as progress:
         comparison = compare(config, scenario, policies, holds, progress.update)
+    notes += comparison.notes
     if args.plot is not None:
         from sagc_fast.controller.plot import plot_comparison
 
         title = f"{args.process}, tau={config.tau:g}, delta={config.delta:g}, {holds[0]} held"
         plot_comparison(comparison, config, holds[0], title, args.plot)
     if args.json:
-        print(json.dumps(_as_dict(comparison, config, args), indent=2))
+        print(json.dumps(_as_dict(comparison, config, args, notes), indent=2))
         return 0
-    _print_tables(comparison, config, args)
+    _print_tables(comparison, config, args, together)
+    _print_warnings(notes)
     if args.plot is not None:
         print(f"\nThe picture ({holds[0]} held) is in {args.plot}.")
     return 0
 
 
-def _as_dict(comparison: Comparison, config: SAGCConfig, args: argparse.Namespace) -> dict[str, Any]:
+def _as_dict(comparison: Comparison, config: SAGCConfig, args: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
     return {
         "process": args.process,
         "steps": args.steps,
@@ -173,20 +210,21 @@ def _as_dict(comparison: Comparison, config: SAGCConfig, args: argparse.Namespac
         "true_straggler_rates": {str(size): rate for size, rate in comparison.rates.items()},
         "oracle": comparison.oracle,
         "holds": comparison.rows,
-        "notes": comparison.notes,
+        "notes": notes,
     }
 
 
-def _print_tables(comparison: Comparison, config: SAGCConfig, args: argparse.Namespace) -> None:
+def _print_tables(
+    comparison: Comparison, config: SAGCConfig, args: argparse.Namespace, together: list[tuple[str, ...]]
+) -> None:
+    """One table for all holds that plan alike."""
     rates = ", ".join(f"G={size} {rate:.3f}" for size, rate in comparison.rates.items())
     print(f"{args.process}: {args.steps} steps, tau={config.tau:g}, delta={config.delta:g}")
-    print(f"true straggler rates: {rates}")
-    oracle = comparison.oracle
-    if not oracle["is_feasible"]:
-        print(f"delta={config.delta:g} is out of reach: the smallest candidate straggles more often")
-    for hold, rows in comparison.rows.items():
+    print(f"true straggler rates: {rates}{'' if comparison.oracle['is_feasible'] else ', all above delta'}")
+    for holds in together:
+        rows = comparison.rows[holds[0]]
         wall = rows[0]["equal_wall_clock"]["seconds"]
-        print(f"\n{hold + ' held':<28}per step{'':37}| in {wall:,.0f} s of wall-clock")
+        print(f"\n{' or '.join(holds) + ' held':<28}per step{'':37}| in {wall:,.0f} s of wall-clock")
         print("policy           rate  log2 G  groups   tokens  seconds  padded  inform. | steps  informative groups")
         for row in rows:
             equal = row["equal_wall_clock"]
@@ -200,7 +238,15 @@ def _print_tables(comparison: Comparison, config: SAGCConfig, args: argparse.Nam
         "\nseconds: predicted by the cost model (--help), continuous batching; padded: batches run to their longest;\n"
         f"inform.: expected groups with right and wrong answers, success probabilities Beta({args.difficulty})"
     )
-    for note in comparison.notes:
+    if any(len(holds) > 1 for holds in together):
+        print(
+            "completions or tokens held: one table, since lengths that change neither with G nor over the run hold\n"
+            "both at once; under drift, shock and recorded traces the two differ"
+        )
+
+
+def _print_warnings(notes: list[str]) -> None:
+    for note in notes:
         print(f"warning: {note}")
 
 
@@ -212,7 +258,7 @@ def _run_fast(args: argparse.Namespace) -> int:
     from sagc_fast.controller.fast import simulate_events
     from sagc_fast.controller.simulate import straggler_probabilities
 
-    config, scenario = _config(args), _scenario(args, args.process)
+    (config, notes), scenario = _config(args), _scenario(args, args.process)
     table = straggler_probabilities(scenario.process, config.candidates, config.tau, moments=16)
     simulate_events(config, table, 10, args.prompts, args.seed)  # compiles, or loads from the disk cache
     start = time.perf_counter()
@@ -228,6 +274,7 @@ def _run_fast(args: argparse.Namespace) -> int:
         "mean_log2_group_size": float(shares @ config.utilities),
         "lambda_mean": float(events.prices.mean()),
         "lambda_max": float(events.prices.max()),
+        "notes": notes,
     }
     if args.json:
         print(json.dumps(result, indent=2))
@@ -237,6 +284,7 @@ def _run_fast(args: argparse.Namespace) -> int:
             f"{args.steps:,} steps in {seconds:.2f} s: straggler rate {result['straggler_rate']:.4f} for "
             f"delta={config.delta:g}; {played}; lambda {result['lambda_mean']:.2f} (max {result['lambda_max']:.2f})"
         )
+        _print_warnings(notes)
     return 0
 
 
@@ -249,13 +297,14 @@ def _suggest(args: argparse.Namespace) -> int:
         print(json.dumps(found.as_dict(), indent=2))
         return 0
     _print_suggestion(found)
-    for note in found.notes:
-        print(f"warning: {note}")
+    _print_warnings(found.notes)
     return 0
 
 
 def _print_suggestion(found: Suggestion) -> None:
     print(f"suggested: tau={found.tau:g} delta={found.delta:g}")
+    for reason in found.reasons:
+        print(f"  {reason}")
     print("  G      straggles in    best mixture in hindsight    SAGC, run on these lengths")
     for size, rate in found.rates.items():
         shares = f"{found.shares[size]:16.0%} of steps  {found.replayed_shares[size]:20.0%} of steps"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sagc_fast.controller.baselines import FixedG
-from sagc_fast.controller.config import ControllerWarning, SAGCConfig
+from sagc_fast.controller.config import ControllerWarning, DeltaOutOfReachWarning, SAGCConfig
 from sagc_fast.controller.cost_aware import CostAwareConfig, CostAwareSAGC
 from sagc_fast.controller.explorers import UCB, EpsilonGreedy, best_mixture
 from sagc_fast.controller.processes import Trace
@@ -81,7 +81,17 @@ class Comparison:
     records: dict[str, dict[str, RunRecord]]
     """Step-by-step records by hold and policy."""
     notes: list[str]
-    """What the controllers warned about, each with the policy, what was held and the step."""
+    """What the controllers warned about, each matter once, with every policy, hold and step that it concerns."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Warned:
+    """One warning of one run."""
+
+    policy: str
+    hold: str
+    step: int
+    warning: ControllerWarning
 
 
 def make_policy(name: str, config: SAGCConfig, scenario: Scenario, mixture: Sequence[float]) -> Policy:
@@ -115,41 +125,90 @@ def compare(
     holds: Sequence[str] = ("prompts", "completions", "tokens"),
     progress: Callable[[str, str, int], None] | None = None,
 ) -> Comparison:
-    """Run every policy under every hold. ``progress(hold, policy, steps_done)``. Raises ConfigError."""
+    """Run every policy under every hold. ``progress(hold, policy, steps_done)``. Raises ConfigError.
+
+    Holds that plan alike (``Scenario.planned_hold``) are run once and share their rows.
+    """
+    if not policies:
+        raise ConfigError(f"No policy is named; give one or more of fixed-G, {', '.join(DEFAULT_POLICIES[4:])}.")
     moments = len(scenario.process.steps) if isinstance(scenario.process, Trace) else RATE_MOMENTS
     groups = max(MIN_RATE_GROUPS, RATE_GROUPS // moments)
     table = straggler_probabilities(scenario.process, config.candidates, config.tau, moments, groups)
     rates = table.mean(axis=0).tolist()
     oracle = best_mixture(list(config.utilities), rates, config.delta)
     for name in policies:
-        make_policy(name, config, scenario, oracle["weights"])  # an unknown name fails before an hour of work
+        _quiet_policy(name, config, scenario, oracle["weights"])  # an unknown name fails before an hour of work
     rows: dict[str, list[dict[str, Any]]] = {}
     records: dict[str, dict[str, RunRecord]] = {}
-    notes: list[str] = []
-    for hold in holds:
+    warned: list[_Warned] = []
+    for together in alike(scenario, holds):
+        hold = together[0]
         held = replace(scenario, hold=hold)
-        records[hold] = {}
+        found: dict[str, RunRecord] = {}
         for name in policies:
+            policy = _quiet_policy(name, config, held, oracle["weights"])
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", ControllerWarning)
-                policy = make_policy(name, config, held, oracle["weights"])
-                steps_of_notes: list[int] = []
+                steps: list[int] = []
 
-                def step_done(done: int, hold=hold, name=name, caught=caught, said=steps_of_notes) -> None:
-                    said += [done] * (len(caught) - len(said))
+                def step_done(done: int, hold=hold, name=name, caught=caught, steps=steps) -> None:
+                    steps += [done] * (len(caught) - len(steps))
                     if progress is not None:
                         progress(hold, name, done)
 
-                step_done(0)  # what the configuration itself warns of
-                records[hold][name] = run_policy(name, policy, held, step_done)
-            notes += [
-                f"{name} with {hold} held, {f'at step {step}' if step else 'from the start'}: {warning.message}"
-                for step, warning in zip(steps_of_notes, caught, strict=True)
-                if warning.category is ControllerWarning
+                found[name] = run_policy(name, policy, held, step_done)
+            warned += [
+                _Warned(name, " and ".join(together), step, warning.message)
+                for step, warning in zip(steps, caught, strict=True)
+                if issubclass(warning.category, ControllerWarning)
             ]
-        wall = min(float(record.continuous_seconds.sum()) for record in records[hold].values())
-        rows[hold] = [summarise(record, wall) for record in records[hold].values()]
-    return Comparison(dict(zip(config.candidates, rates, strict=True)), oracle, rows, records, notes)
+        wall = min(float(record.continuous_seconds.sum()) for record in found.values())
+        for name in together:
+            records[name], rows[name] = found, [summarise(record, wall) for record in found.values()]
+    return Comparison(dict(zip(config.candidates, rates, strict=True)), oracle, rows, records, said_once(warned))
+
+
+def _quiet_policy(name: str, config: SAGCConfig, scenario: Scenario, mixture: Sequence[float]) -> Policy:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ControllerWarning)  # whoever made ``config`` was told
+        return make_policy(name, config, scenario, mixture)
+
+
+def alike(scenario: Scenario, holds: Sequence[str]) -> list[tuple[str, ...]]:
+    """The holds in their order, those that plan every step alike together."""
+    together: dict[str, list[str]] = {}
+    for hold in dict.fromkeys(holds):
+        together.setdefault(replace(scenario, hold=hold).planned_hold, []).append(hold)
+    return [tuple(names) for names in together.values()]
+
+
+def said_once(warned: Sequence[_Warned]) -> list[str]:
+    """One sentence for each matter, naming all that it concerns."""
+    matters: dict[Any, list[_Warned]] = {}
+    for one in warned:
+        is_reach = isinstance(one.warning, DeltaOutOfReachWarning)
+        matters.setdefault(DeltaOutOfReachWarning if is_reach else str(one.warning), []).append(one)
+    return [f"{_sentence(together)} Concerns {_concerned(together)}." for together in matters.values()]
+
+
+def _sentence(together: Sequence[_Warned]) -> str:
+    first = together[0].warning
+    if len(together) == 1 or not isinstance(first, DeltaOutOfReachWarning):
+        return str(first)
+    low, high = (f"{f(one.warning.rate for one in together):.0%}" for f in (min, max))
+    return first.sentence(f"{low if low == high else f'{low} to {high}'} of its groups")
+
+
+def _concerned(together: Sequence[_Warned]) -> str:
+    holds_of: dict[str, list[str]] = {}
+    for one in together:
+        holds_of.setdefault(one.policy, []).append(one.hold)
+    policies_of: dict[tuple[str, ...], list[str]] = {}
+    for policy, holds in holds_of.items():
+        policies_of.setdefault(tuple(dict.fromkeys(holds)), []).append(policy)
+    parts = [f"{', '.join(policies)} with {', '.join(holds)} held" for holds, policies in policies_of.items()]
+    first, last = (f(one.step for one in together) for f in (min, max))
+    return f"{'; '.join(parts)}, {f'at step {first}' if first == last else f'from steps {first} to {last} on'}"
 
 
 def static_frontier(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:

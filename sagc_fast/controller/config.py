@@ -21,6 +21,27 @@ class ControllerWarning(UserWarning):
     """The controller works, but not as its user will expect; the message says why and what to change."""
 
 
+class DeltaOutOfReachWarning(ControllerWarning):
+    """Even the smallest candidate straggles more often than ``delta`` allows.
+
+    Args:
+        delta: straggler rate to hold.
+        group_size: the smallest candidate.
+        rate: its straggler rate as the posterior has it, mean and 90% interval in ``low`` and ``high``.
+    """
+
+    def __init__(self, delta: float, group_size: int, rate: float, low: float, high: float) -> None:
+        self.delta, self.group_size, self.rate = delta, group_size, rate
+        super().__init__(self.sentence(f"{rate:.0%} of its groups (90% interval {low:.0%} to {high:.0%})"))
+
+    def sentence(self, share: str) -> str:
+        """The message, ``share`` saying in how many of its groups the smallest candidate straggles."""
+        return (
+            f"delta={self.delta:g} is out of reach: even G={self.group_size} straggles in {share}, so "
+            f"G={self.group_size} is held; raise delta or tau, or add a smaller candidate."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SAGCConfig:
     """What the controller may choose from, what it must keep, and how fast it learns.

@@ -30,6 +30,18 @@ def require_matplotlib() -> Any:
     return plt
 
 
+def check_picture_path(path: str | Path) -> None:
+    """Raises ConfigError where no picture can be written: before the work that it is to show."""
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path, known = Path(path), FigureCanvasBase.get_supported_filetypes()
+    if path.is_dir() or path.suffix.lstrip(".").lower() not in known:
+        raise ConfigError(f"The picture cannot be written to {path}; give a file name ending in .png or .svg.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"The picture cannot be written to {path}: there is no folder {path.parent}; make it first.")
+
+
 def plot_comparison(comparison: Comparison, config: SAGCConfig, hold: str, title: str, path: str | Path) -> None:
     """Write the four panels for one hold; the suffix of ``path`` chooses the format. Raises ConfigError."""
     plt = require_matplotlib()

@@ -12,10 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from sagc_fast.errors import ConfigError, DatasetError
+
+LONGEST = 2**31 - 1
+"""Tokens of the longest completion: a bound no model reaches, below which the sums of a step stay exact."""
+
+MAX_PROBLEMS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +36,29 @@ class LengthProcess:
     """Longest possible completion (max_new_tokens), where lengths are cut; may be infinite ("inf")."""
     num_problems: int = 512
     """Size of the pool that prompts are drawn from."""
+    changes: ClassVar[bool] = False
+    """Whether lengths depend on the moment of the run."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0 or math.isnan(value):
-                raise ConfigError(f"Length process {type(self).__name__}: {item.name} is {value!r}; it must be > 0.")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not value > 0 or (value == math.inf and item.name != "cap"):
+                wanted = "> 0" if item.name == "cap" else "a finite number > 0"
+                raise ConfigError(
+                    f"Length process {type(self).__name__}: {item.name} is {value!r}; it must be {wanted}."
+                )
+        if self.num_problems > MAX_PROBLEMS:
+            raise ConfigError(
+                f"Length process {type(self).__name__}: num_problems is {self.num_problems}; it must be at most "
+                f"{MAX_PROBLEMS:,}."
+            )
 
     def sample(self, rng: np.random.Generator, progress: float, problem_ids: np.ndarray, group_size: int) -> np.ndarray:
         """Lengths int64 [len(problem_ids), group_size]."""
-        lengths = self._draw(rng, progress, problem_ids, group_size)
-        return np.clip(np.ceil(lengths), 1, self.cap).astype(np.int64)
+        with np.errstate(over="ignore", invalid="ignore"):  # a spread beyond floats ends at the cap
+            lengths = np.ceil(self._draw(rng, progress, problem_ids, group_size))
+        return np.fmax(np.fmin(lengths, min(self.cap, LONGEST)), 1).astype(np.int64)
 
     def _draw(self, rng: np.random.Generator, progress: float, problem_ids: np.ndarray, group_size: int) -> np.ndarray:
         return self.median * np.exp(self.sigma * rng.standard_normal((len(problem_ids), group_size)))
@@ -54,7 +72,7 @@ class Pareto(LengthProcess):
     """Tail exponent; below 2 the variance is infinite."""
 
     def _draw(self, rng: np.random.Generator, progress: float, problem_ids: np.ndarray, group_size: int) -> np.ndarray:
-        shortest = self.median / 2.0 ** (1.0 / self.alpha)
+        shortest = self.median / np.exp2(1.0 / self.alpha)
         return shortest * (1.0 + rng.pareto(self.alpha, (len(problem_ids), group_size)))
 
 
@@ -82,6 +100,7 @@ class Mixture(LengthProcess):
 class Drift(LengthProcess):
     """Median and sigma move to ``to_median`` and ``to_sigma`` over the run, the median geometrically."""
 
+    changes: ClassVar[bool] = True
     to_median: float = 600.0
     to_sigma: float = 1.0
 
@@ -95,6 +114,7 @@ class Drift(LengthProcess):
 class Shock(LengthProcess):
     """Median and sigma jump to ``to_median`` and ``to_sigma`` after the share ``at`` of the run."""
 
+    changes: ClassVar[bool] = True
     to_median: float = 200.0
     to_sigma: float = 1.0
     at: float = 0.5
@@ -171,6 +191,7 @@ class Trace:
     any recorded group of the step is drawn with replacement: its maximum, and so its straggler rate, is too low.
     """
 
+    changes: ClassVar[bool] = True
     steps: tuple[tuple[tuple[int, ...], ...], ...]
     """Lengths by step and group."""
     cap: float = math.inf
@@ -232,6 +253,6 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _checked_length(length: object) -> int:
-    if isinstance(length, bool) or not isinstance(length, (int, float)) or not 0 <= length < math.inf:
+    if isinstance(length, bool) or not isinstance(length, (int, float)) or not 0 <= length <= LONGEST:
         raise ValueError(f"length {length!r}")
     return int(length)

@@ -19,7 +19,7 @@ from sagc_fast.controller import _layout as at
 from sagc_fast.controller._beta import beta_quantile
 from sagc_fast.controller._lengths import flatten
 from sagc_fast.controller._twin import TwinCore
-from sagc_fast.controller.config import ControllerWarning, SAGCConfig
+from sagc_fast.controller.config import ControllerWarning, DeltaOutOfReachWarning, SAGCConfig
 from sagc_fast.controller.hold import advantage_scale, num_prompts
 from sagc_fast.errors import ConfigError
 
@@ -203,13 +203,8 @@ class SAGC:
         if posterior["mean"] <= self.config.delta:
             return  # held at the bound of lambda while delta can be met: no fault of the user's
         self._has_warned = True
-        warnings.warn(
-            f"delta={self.config.delta:g} is out of reach: even G={smallest} straggles in {posterior['mean']:.0%} of "
-            f"its groups (90% interval {posterior['low']:.0%} to {posterior['high']:.0%}), so G={smallest} is held; "
-            "raise delta or tau, or add a smaller candidate.",
-            ControllerWarning,
-            stacklevel=4,
-        )
+        found = (posterior["mean"], posterior["low"], posterior["high"])
+        warnings.warn(DeltaOutOfReachWarning(self.config.delta, smallest, *found), stacklevel=4)
 
     def _compile(self) -> None:
         """Move the state from the twin into the compiled core, once, if numba is to be had."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sagc_fast.controller._twin import smooth
 from sagc_fast.controller.costs import CostModel, Difficulties
 from sagc_fast.controller.hold import num_prompts
 from sagc_fast.controller.processes import LengthProcess, Trace
@@ -36,7 +37,8 @@ class Scenario:
     process: LengthProcess | Trace
     steps: int = 1000
     num_prompts: int = 16
-    """Prompts per step under hold="prompts"; the other holds spend what it costs at ``reference_group_size``."""
+    """Prompts per step under hold="prompts"; the other holds spend what it costs at ``reference_group_size`` (tokens:
+    as the run begins)."""
     hold: str = "prompts"
     reference_group_size: int = 8
     tau: float = 2.0
@@ -45,19 +47,23 @@ class Scenario:
     difficulties: Difficulties = field(default_factory=Difficulties)
     seed: int = 0
 
+    @property
+    def planned_hold(self) -> str:
+        """The hold that steps are planned by: where lengths do not change, equal tokens are equal completions."""
+        return "completions" if self.hold == "tokens" and not self.process.changes else self.hold
+
     def budget(self) -> float:
-        """Prompts, completions or tokens of a step, as ``hold`` counts."""
-        if self.hold == "prompts":
+        """Prompts, completions or tokens of a step, as ``planned_hold`` counts."""
+        if self.planned_hold == "prompts":
             return self.num_prompts
         completions = self.num_prompts * self.reference_group_size
-        return completions if self.hold == "completions" else completions * self.mean_length()
+        return completions if self.planned_hold == "completions" else completions * self.first_length()
 
-    def mean_length(self) -> float:
-        """Mean completion length over the run, from a sample of its own (tokens)."""
+    def first_length(self) -> float:
+        """Mean completion length as the run begins, from a sample of its own (tokens)."""
         rng = np.random.default_rng([self.seed, 7])
-        moments = np.linspace(0.0, 1.0, 16, endpoint=False)
-        ids = np.arange(min(256, int(self.process.num_problems)))
-        return float(np.mean([self.process.sample(rng, moment, ids, 16).mean() for moment in moments]))
+        ids = np.arange(min(4096, int(self.process.num_problems)))
+        return max(1.0, float(self.process.sample(rng, 0.0, ids, 16).mean()))
 
 
 @dataclass(slots=True)
@@ -111,10 +117,10 @@ def run_policy(
     columns = {column: np.full(scenario.steps, np.nan) for column in _COLUMNS}
     posteriors: list[tuple[int, dict[int, tuple[float, float]]]] = []
     budget = scenario.budget()
-    mean_length = scenario.mean_length() if scenario.hold == "tokens" else None
+    mean_length = scenario.first_length() if scenario.planned_hold == "tokens" else None
     for step in range(scenario.steps):
         rng = np.random.default_rng([scenario.seed, 1, step])
-        count = num_prompts(scenario.hold, budget, policy.decide(), mean_length)
+        count = num_prompts(scenario.planned_hold, budget, policy.decide(), mean_length)
         ids = rng.integers(int(scenario.process.num_problems), size=count)
         sizes = policy.decide_groups(ids.tolist()) if hasattr(policy, "decide_groups") else [policy.decide()] * count
         groups = draw_groups(scenario.process, rng, step / scenario.steps, ids, sizes)
@@ -125,6 +131,8 @@ def run_policy(
             problem_ids=ids.tolist(),
             seconds=account["continuous_seconds"],
         )
+        if mean_length is not None:  # of the last ten steps or so, as a trainer plans: never the step's own lengths
+            mean_length = smooth(mean_length, account["num_tokens"] / sum(sizes), False)
         account["price"] = getattr(policy, "price", math.nan)
         for column, value in account.items():
             columns[column][step] = value

@@ -67,6 +67,8 @@ class Suggestion:
     replayed_seconds: float
     """Predicted, per step of SAGC."""
     clipped_ratio: float
+    reasons: list[str]
+    """Why this tau, why this delta, and between which values delta steers at all."""
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,6 +111,7 @@ def suggest(
         replayed_kept=float(record.informative_groups[settled].mean() / (informative[-1] * scenario.num_prompts)),
         replayed_seconds=float(record.continuous_seconds[settled].mean()),
         clipped_ratio=clipped,
+        reasons=_reasons(sizes, tau, rates, delta, weights @ seconds, seconds[-1], keep),
         notes=_notes(process, sizes, tau, clipped),
     )
 
@@ -162,6 +165,21 @@ def _cheapest_delta(
         return 0.99, np.eye(len(sizes))[-1]
     _, delta, weights = min(options, key=lambda option: option[:2])
     return delta, weights
+
+
+def _reasons(
+    sizes: Sequence[int], tau: float, rates: np.ndarray, delta: float, cost: float, largest_cost: float, keep: float
+) -> list[str]:
+    largest = f"G={sizes[-1]}"
+    lowest = int(np.argmin(rates))
+    return [
+        f"tau={tau:g}: of {TAUS[0]} to {TAUS[-1]}, where {largest} straggles most beyond G={sizes[0]} "
+        f"({rates[-1]:.0%} of groups against {rates[0]:.0%}), so that group size steers best.",
+        f"delta={delta:g}: the cheapest ({cost:.2f} s a step, {largest_cost:.2f} with {largest} alone) that keeps "
+        f"{keep:.0%} of the informative groups of {largest} (--keep).",
+        f"delta steers between {rates[lowest]:.2f}, below which even G={sizes[lowest]} straggles too often, and "
+        f"{rates[-1]:.2f}, from where it is always {largest}.",
+    ]
 
 
 def _quiet_config(sizes: tuple[int, ...], tau: float, delta: float) -> SAGCConfig:

@@ -6,13 +6,16 @@ import json
 import math
 import re
 import sys
+import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from sagc_fast.cli import main
 from sagc_fast.controller import SAGC, FixedG, SAGCConfig
-from sagc_fast.controller.compare import HindsightMixture, compare, static_frontier
+from sagc_fast.controller.compare import HindsightMixture, _Warned, alike, compare, said_once, static_frontier
+from sagc_fast.controller.config import ControllerWarning, DeltaOutOfReachWarning
 from sagc_fast.controller.costs import CostModel
 from sagc_fast.controller.fast import simulate_events
 from sagc_fast.controller.processes import LengthProcess, Mixture, Shock, Trace, parse_process, read_trace
@@ -62,8 +65,11 @@ def test_processes_have_the_distribution_they_name():
         ("gamma", "neither a trace file"),
         ("lognormal:sigm=1", "no parameter 'sigm'"),
         ("lognormal:sigma=big", "must be a number"),
-        ("lognormal:sigma=-1", "must be > 0"),
+        ("lognormal:sigma=-1", "sigma is -1.0; it must be a finite number > 0"),
         ("mixture:share=1.5", "share"),
+        ("lognormal:median=inf", "must be a finite number > 0"),
+        ("lognormal:cap=nan", "cap is nan"),
+        ("difficulty:num_problems=1000000000000", "at most 10,000,000"),
     ],
 )
 def test_a_bad_process_is_named(spec, named):
@@ -88,7 +94,18 @@ def test_a_trace_replays_its_own_lengths(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["not json", '{"lengths": 3}', '{"steps": []}', '{"lengths": [[-1]]}', '{"lengths": [["a"]]}', "[]", "3"]
+    "line",
+    [
+        "not json",
+        '{"lengths": [[1e30]]}',
+        '{"lengths": [[1000000000000]]}',
+        '{"lengths": 3}',
+        '{"steps": []}',
+        '{"lengths": [[-1]]}',
+        '{"lengths": [["a"]]}',
+        "[]",
+        "3",
+    ],
 )
 def test_a_bad_trace_line_is_named(tmp_path, line):
     path = write_trace(tmp_path / "lengths.jsonl", steps=2)
@@ -133,7 +150,7 @@ def test_runs_account_for_what_they_do():
     truth = straggler_probabilities(scenario.process, (8,), 2.0)[0, 0]
     assert row["straggler_rate"] == pytest.approx(truth, abs=0.03)
     assert row["mean_log2_group_size"] == 3.0
-    assert row["tokens_per_step"] == pytest.approx(10 * 8 * scenario.mean_length(), rel=0.03)
+    assert row["tokens_per_step"] == pytest.approx(10 * 8 * scenario.first_length(), rel=0.03)
     assert row["padded_step_seconds"] > row["step_seconds"]
     assert 85 <= row["equal_wall_clock"]["steps"] <= 115
     assert row["informative_groups_per_step"] == pytest.approx(10 * scenario.difficulties.informative_share(8))
@@ -214,13 +231,58 @@ def test_suggestions_tell_the_sizes_apart_and_are_kept_on_replay(tmp_path):
         suggest(LengthProcess(sigma=0.01), (4, 8, 16), Scenario(LengthProcess(), steps=10))
 
 
-def test_warnings_name_the_policy_what_was_held_and_the_step():
-    found = compare(
-        SAGCConfig(delta=0.01), Scenario(LengthProcess(sigma=1.0), steps=40, num_prompts=8), ("fixed-4", "sagc")
+def test_a_warning_is_said_once_with_all_it_concerns():
+    scenario = Scenario(LengthProcess(sigma=1.0), steps=40, num_prompts=8)
+    found = compare(SAGCConfig(delta=0.01), scenario, ("fixed-4", "sagc", "ucb", "sagc-fair"))
+    [note] = found.notes
+    assert re.match(
+        r"delta=0\.01 is out of reach: even G=4 straggles in \d+% to \d+% of its groups, so G=4 is held; .* Concerns "
+        r"sagc, ucb, sagc-fair with prompts, completions and tokens held, (at step \d+|from steps \d+ to \d+ on)\.$",
+        note,
     )
-    assert len(found.notes) == 3
-    for hold, note in zip(("prompts", "completions", "tokens"), found.notes, strict=True):
-        assert re.match(rf"sagc with {hold} held, at step \d+: delta=0.01 is out of reach: even G=4", note)
+    [alone] = compare(SAGCConfig(delta=0.01), scenario, ("sagc",), ("prompts",)).notes
+    assert re.search(r"90% interval .* Concerns sagc with prompts held, at step \d+\.$", alone)
+
+
+def test_different_warnings_stay_apart():
+    reach = [DeltaOutOfReachWarning(0.2, 4, rate, 0.1, 0.9) for rate in (0.3, 0.4)]
+    warned = [
+        _Warned("sagc", "prompts", 20, reach[0]),
+        _Warned("sagc", "tokens", 30, reach[1]),
+        _Warned("ucb", "tokens", 31, reach[1]),
+        _Warned("ucb", "tokens", 1, ControllerWarning("numba cannot be imported.")),
+    ]
+    assert said_once(warned) == [
+        f"{reach[0].sentence('30% to 40% of its groups')} Concerns sagc with prompts, tokens held; ucb with tokens "
+        "held, from steps 20 to 31 on.",
+        "numba cannot be imported. Concerns ucb with tokens held, at step 1.",
+    ]
+
+
+def test_equal_tokens_are_equal_completions_until_lengths_change():
+    """Under a drift, tokens held are those of the first steps, with fewer and fewer prompts; completions held grow."""
+    steady = Scenario(LengthProcess(), steps=20, num_prompts=5)
+    assert alike(steady, ("prompts", "completions", "tokens")) == [("prompts",), ("completions", "tokens")]
+    found = compare(SAGCConfig(candidates=(4, 16), delta=0.5), steady, ("sagc",))
+    assert found.rows["tokens"] == found.rows["completions"] != found.rows["prompts"]
+    drift = parse_process("drift:median=200,to_median=800,sigma=0.3,to_sigma=0.3")
+    moving = Scenario(drift, steps=120)
+    assert alike(moving, ("completions", "tokens")) == [("completions",), ("tokens",)]
+    tokens, completions = (
+        run_policy("fixed-8", FixedG(8), replace(moving, hold=hold)).num_tokens for hold in ("tokens", "completions")
+    )
+    assert completions[-20:].mean() == pytest.approx(3.6 * completions[:20].mean(), rel=0.15)
+    assert tokens[-20:].mean() == pytest.approx(tokens[:20].mean(), rel=0.25)
+
+
+def test_lengths_beyond_every_float_end_at_the_cap():
+    for spec in ("lognormal:sigma=1e9,cap=500", "difficulty:spread_median=1e9,cap=500", "pareto:alpha=1e-9,cap=500"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lengths = parse_process(spec).sample(np.random.default_rng(0), 0.0, IDS, 8)
+        assert lengths.min() >= 1, spec
+        assert lengths.max() == 500, spec
+    assert parse_process("lognormal:median=1e300,cap=inf").sample(np.random.default_rng(0), 0.0, IDS, 2).min() > 1e9
 
 
 def test_rates_of_a_trace_count_every_recorded_step():
@@ -266,6 +328,14 @@ def test_the_command_prints_tables_json_suggestions_and_pictures(tmp_path, capsy
         (["--candidates", "1,4"], "candidates"),
         (["--difficulty", "1"], "--difficulty"),
         (["nothing"], "nothing"),
+        (["--policies", ","], "No policy is named"),
+        (["--steps", "1000000000000"], "--steps is 1000000000000; it must be at least 1 and at most 10,000,000"),
+        (["--iteration-ms", "nan"], "--iteration-ms is nan"),
+        (["--row-us", "inf"], "--row-us is inf"),
+        (["--max-rows", "0"], "--max-rows is 0"),
+        (["--difficulty", "nan,1"], "--difficulty is 'nan,1'"),
+        (["--suggest", "--delta", "0.3"], "--suggest makes no use of --delta"),
+        (["--fast", "--policies", "sagc"], "--fast makes no use of --policies"),
     ],
 )
 def test_the_command_names_what_is_wrong(options, named, capsys):
@@ -279,6 +349,59 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(monkeypatch, ca
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["simulate", "--plot", "x.png", "--steps", "100000000"]) == 2
     assert "pip install sagc_fast[plot]" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for path, named in (
+        (tmp_path, "ending in .png"),
+        (tmp_path / "x.doc", ".png"),
+        (tmp_path / "no" / "x.png", "no folder"),
+    ):
+        assert main(["simulate", "--plot", str(path), "--steps", "10000000"]) == 2
+        message = capsys.readouterr().err
+        assert named in message
+        assert message.count("\n") == 1
+
+
+def test_what_the_configuration_warns_of_is_printed_once_as_a_line(capsys):
+    options = ["--candidates", "2,4", "--steps", "3", "--policies", "sagc,sagc-plain,cost-aware"]
+    for mode in ([], ["--fast"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert main(["simulate", *(options[:4] if mode else options), *mode]) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
+        assert (
+            said.out.count("warning: SAGCConfig.candidates contains 2 and tau is 2") == said.out.count("warning: ") == 1
+        )
+
+
+def test_one_table_serves_two_holds_that_plan_alike(capsys):
+    options = ["--steps", "5", "--policies", "fixed-4"]
+    assert main(["simulate", "lognormal", *options]) == 0
+    said = capsys.readouterr().out
+    assert "\nprompts held " in said
+    assert said.count("fixed-4") == 2
+    assert "\ncompletions or tokens held " in said
+    assert "one table, since lengths" in said
+    assert main(["simulate", "drift", *options]) == 0
+    said = capsys.readouterr().out
+    assert "\ncompletions held " in said
+    assert "\ntokens held " in said
+    assert "one table" not in said
+
+
+def test_a_suggestion_is_printed_with_its_reasons(tmp_path, capsys):
+    trace = write_trace(tmp_path / "lengths.jsonl", sigma=0.7)
+    assert main(["simulate", "--suggest", str(trace), "--steps", "20"]) == 0
+    said = capsys.readouterr().out
+    found = suggest(read_trace(trace), (4, 8, 16), Scenario(read_trace(trace), steps=20))
+    for reason in found.reasons:
+        assert f"  {reason}\n" in said
+    assert f"delta={found.delta:g}: the cheapest ({found.step_seconds:.2f} s a step" in found.reasons[1]
+    assert f"between {found.rates[4]:.2f}" in found.reasons[2]
+    assert f"and {found.rates[16]:.2f}, from where it is always G=16" in found.reasons[2]
 
 
 def test_an_infinite_cap_clips_nothing():
