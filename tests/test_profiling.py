@@ -127,7 +127,9 @@ def train(tmp_path):
 def test_the_profile_of_a_training_run_names_its_phases_and_leaves_a_trace(train, tmp_path, capsys):
     out = tmp_path / "profile"
     assert main(["profile", "--out", str(out), "--steps", "2", "--json", "--", *train]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr().out.splitlines()
+    assert "Phases of 2 steps, after 1 left out to warm up" in " ".join(said)
+    result = json.loads(said[-1])
     calls = {record["phase"]: record["calls"] for record in result["phases"]}
     assert calls["step"] == calls["step/rollout"] == calls["step/update"] == 2
     plan = "step/rollout/engine step"
@@ -151,7 +153,7 @@ def test_a_run_shorter_than_the_window_says_so(train, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--"], "got 'nothing' to run"),
+        (["--"], "profile got nothing to run"),
         (["--", "doctor"], "name one of train, generate"),
         (["--steps", "0", "--", "train"], "the second at least 1"),
         (["--tool", "torch", "--print", "--", "train"], "name one with --tool"),
@@ -160,6 +162,15 @@ def test_a_run_shorter_than_the_window_says_so(train, tmp_path, capsys):
 def test_what_cannot_be_profiled_is_said_in_one_sentence(argv, words, capsys):
     assert main(["profile", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_hold_the_results_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sagc_fast.commands.profile._run_torch", lambda *_: pytest.fail("worked"))
+    (tmp_path / "file").write_text("mine")
+    for out in ("file", "file/deeper"):
+        assert main(["profile", "--tool", "torch", "--out", str(tmp_path / out), "--", "train"]) == 2
+        assert f"--out {tmp_path / out} is no folder that can be written" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("tool", ["nsys", "ncu"])

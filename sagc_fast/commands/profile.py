@@ -26,7 +26,8 @@ EPILOG = """examples:
   sagc-fast profile -- generate --model addition --prompt "17+25=" --n 16
 
 What stands behind -- is a command line of sagc-fast. Of a training run, --steps optimizer steps are recorded after
---skip-steps; anything else is recorded whole. docs/profiling.md says how to read the results."""
+--skip-steps, which warm up (allocations, compilation); anything else is recorded whole. docs/profiling.md says how to
+read the results."""
 
 PROFILED = ("train", "generate", "bench", "demo")
 NUM_OPERATORS = 15
@@ -40,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: nsys when it is installed and torch sees a GPU, else torch",
     )
     parser.add_argument("--out", default="profile", metavar="DIR", help="folder of the results (default: profile)")
-    parser.add_argument("--skip-steps", type=int, default=1, metavar="N", help="steps before recording (default: 1)")
+    parser.add_argument(
+        "--skip-steps", type=int, default=1, metavar="N", help="warm-up steps left out before recording (default: 1)"
+    )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps recorded (default: 3)")
     parser.add_argument("--print", action="store_true", help="print the Nsight command and do nothing")
     parser.add_argument("--json", action="store_true", help="print the phases as one JSON line at the end (torch)")
@@ -51,18 +54,19 @@ def run(args: argparse.Namespace) -> int:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv or argv[0] not in PROFILED:
         raise ConfigError(
-            f"sagc-fast profile got {shlex.join(argv) or 'nothing'!r} to run; name one of "
+            f"profile got {repr(shlex.join(argv)) if argv else 'nothing'} to run; name one of "
             f"{', '.join(PROFILED)} behind --, as in: sagc-fast profile -- train --config FILE."
         )
     if args.steps < 1 or args.skip_steps < 0:
         raise ConfigError(
-            f"sagc-fast profile got --skip-steps {args.skip_steps} and --steps {args.steps}; "
+            f"profile got --skip-steps {args.skip_steps} and --steps {args.steps}; "
             "the first must be at least 0, the second at least 1."
         )
     tool = args.tool if args.tool != "auto" else "nsys" if shutil.which("nsys") and _has_gpu() else "torch"
     if tool == "torch":
         if args.print:
             raise ConfigError("--print shows the command of nsys or ncu; name one with --tool.")
+        _make_folder(Path(args.out))
         return _run_torch(argv, args)
     command, environment = nsight_command(tool, argv, args)
     shown = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
@@ -74,12 +78,23 @@ def run(args: argparse.Namespace) -> int:
             f"{tool} is not on the PATH; install NVIDIA Nsight {'Systems' if tool == 'nsys' else 'Compute'}, "
             "use --tool torch, or --print to see the command for another machine."
         )
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+    _make_folder(Path(args.out))
     print(shown, flush=True)
     status = subprocess.run(command, env=os.environ | environment, check=False).returncode
     if status == 0:
         _explain(tool, Path(args.out))
     return status
+
+
+def _make_folder(out: Path) -> None:
+    """Before the work whose results it is to hold. Raises ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        writable = os.access(out, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(f"--out {out} is no folder that can be written; give another one.")
 
 
 def nsight_command(tool: str, argv: list[str], args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -148,11 +163,11 @@ def _run_torch(argv: list[str], args: argparse.Namespace) -> int:
             f"The run ended before its step {args.skip_steps + 1}, where recording begins; "
             "train more steps, or lower --skip-steps."
         )
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    trace = out / "trace.json.gz"
+    trace = Path(args.out) / "trace.json.gz"
     profiler.export_chrome_trace(str(trace))
-    _print_phases(recorder)
+    skipped = f", after {args.skip_steps} left out to warm up" if args.skip_steps else ""
+    steps = recorder.root.children["step"].calls if is_training else 0
+    _print_phases(recorder, f"Phases of {steps} steps{skipped}" if is_training else "Phases")
     _print_operators(profiler)
     print(f"trace: {trace} (open it at https://ui.perfetto.dev or chrome://tracing)")
     if args.json:
@@ -178,11 +193,11 @@ def phase_records(recorder: Recorder) -> list[dict[str, Any]]:
     return records
 
 
-def _print_phases(recorder: Recorder) -> None:
+def _print_phases(recorder: Recorder, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Phases", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("phase", no_wrap=True)
     for heading in ("calls", "seconds", "of the phase around it", "ms per call"):
         table.add_column(heading, justify="right")
