@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SagcError as error:
         print(f"sagc-fast: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        reason = f" ({error})" if str(error) else ""
+        print(f"sagc-fast: the memory of this machine does not suffice{reason}; ask for less at once.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("sagc-fast: interrupted", file=sys.stderr)
         return 130

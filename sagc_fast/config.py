@@ -27,6 +27,7 @@ from sagc_fast.config_parsing import (
     yaml_dialect,
 )
 from sagc_fast.errors import ConfigError
+from sagc_fast.types import MAX_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,11 @@ class RolloutOptions(Section):
         self._at_least(1, "prompts_per_step", "max_new_tokens", "block_size", "max_num_seqs", "max_batch_tokens")
         self._require(self.prompts_per_step <= 1_000_000, "prompts_per_step", "at most 1000000")
         self._above_zero("kv_budget_gb")
-        self._require(0 < self.temperature < math.inf, "temperature", "a finite number above 0 (groups need variety)")
+        self._require(
+            0 < self.temperature <= MAX_TEMPERATURE,
+            "temperature",
+            f"a finite number above 0 (groups need variety), at most {MAX_TEMPERATURE:g}",
+        )
 
 
 REQUIRED_BY_KIND: dict[str, dict[str, Any]] = {
@@ -297,7 +302,7 @@ class EvaluationOptions(Section):
     def _check(self) -> None:
         self._at_least(0, "every", "num_problems")
         self._require(self.num_problems <= 100_000, "num_problems", "at most 100000 (a standard error of .0016)")
-        self._require(0 <= self.temperature < math.inf, "temperature", "a finite number, at least 0")
+        self._require(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", f"from 0 to {MAX_TEMPERATURE:g}")
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path}: not valid YAML ({problem}).") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; give the YAML file of a run.") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -14,6 +14,9 @@ from sagc_fast.errors import PromptError
 
 FinishReason = Literal["stop", "length"]
 
+MAX_TEMPERATURE = 1e6
+"""Beyond it every token is as likely as any other, and soon no fp32 number holds it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -54,9 +57,9 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
         checks = (
             (
-                _is_float(self.temperature) and 0 <= self.temperature < float("inf"),
+                _is_float(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
                 "temperature",
-                "a finite number >= 0",
+                f"a number from 0 to {MAX_TEMPERATURE:g}",
             ),
             (_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "max_new_tokens", "an integer >= 1"),
             (_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", "an integer in [0, 2**64)"),

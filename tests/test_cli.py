@@ -59,6 +59,16 @@ def test_our_errors_become_one_sentence_and_status_2(monkeypatch, capsys):
     assert capsys.readouterr().err == "sagc-fast: steps is 0; it must be at least 1.\n"
 
 
+def test_missing_memory_is_one_sentence_too(monkeypatch, capsys):
+    def action(args):
+        raise MemoryError("Unable to allocate 14.6 TiB")
+
+    assert run_fake(monkeypatch, action) == 2
+    said = capsys.readouterr().err
+    assert "(Unable to allocate 14.6 TiB)" in said
+    assert said.count("\n") == 1
+
+
 def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback(monkeypatch, capsys):
     def interrupt(args):
         raise KeyboardInterrupt

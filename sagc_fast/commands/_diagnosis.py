@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import sagc_fast
 from sagc_fast.bench.machine import cpu_flags, cpu_name, memory_bytes, num_cores, version_of
-from sagc_fast.errors import BackendError, ConfigError, SagcError
+from sagc_fast.errors import BackendError, SagcError
 
 Status = Literal["ok", "warning", "failure"]
 Rows = list[tuple[str, str]]
@@ -162,8 +162,6 @@ def kv_plan(model: Path, budget_gb: float) -> Rows:
     """How far a KV budget goes with a model, in tokens and in sequences."""
     from sagc_fast.model.loader import load_config
 
-    if not budget_gb > 0:
-        raise ConfigError(f"--kv-budget-gb is {budget_gb:g}; give more than 0 GB.")
     config = load_config(model)
     context = config.max_position_embeddings
     lengths = sorted({min(PLANNED_LENGTH, context), context})

@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+    if getattr(args, "threads", 1) > 1024:
+        raise ConfigError(f"--threads is {args.threads}; it must be at most 1024, and no more than there are cores.")
     if args.out is not None and args.out.is_dir():
         raise ConfigError(f"--out {args.out} is a folder; name a file such as bench.jsonl.")
     if args.runs is None:

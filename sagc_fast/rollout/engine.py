@@ -23,7 +23,7 @@ from sagc_fast.rollout.request import ParamsArgument, Prompt, PromptRequest, che
 from sagc_fast.rollout.speculation import SPECULATION_MODES, Speculation, SpeculationMode
 from sagc_fast.rollout.step_cost import roofline
 from sagc_fast.rollout.stop import Detokenizer
-from sagc_fast.rollout.threads import torch_threads
+from sagc_fast.rollout.threads import MAX_THREADS, torch_threads
 from sagc_fast.types import Group, RolloutStats, SamplingParams
 
 BYTES_PER_GB = 10**9
@@ -76,6 +76,10 @@ class RolloutEngine:
         for name, value in (*sizes.items(), ("threads", 1 if threads is None else threads)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer >= 1.")
+        if threads is not None and threads > MAX_THREADS:
+            raise ConfigError(
+                f"threads is {threads}; it must be at most {MAX_THREADS}, and no more than there are cores."
+            )
         if not (_is_number(kv_budget_gb) and kv_budget_gb > 0):
             raise ConfigError(f"kv_budget_gb is {kv_budget_gb!r}; it must be a number of gigabytes above 0.")
         if not (_is_number(draft_recall_mb) and draft_recall_mb >= 0):

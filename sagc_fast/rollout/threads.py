@@ -9,6 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
+MAX_THREADS = 1024
+"""More than any machine's cores; OpenMP ends the process where it is asked for millions."""
+
 _most_threads = 1
 """That any call of this process has used."""
 _has_lost_threads = False

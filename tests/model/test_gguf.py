@@ -239,6 +239,26 @@ class TestFetch:
             self._run("--gguf", str(tmp_path / "bad.gguf"), "--out", str(tmp_path / "out"))
         assert [p.name for p in tmp_path.iterdir()] == ["bad.gguf"]
 
+    @pytest.mark.parametrize("is_file", [True, False])
+    def test_another_file_or_folder_in_the_place_is_left_alone_before_any_download(
+        self, is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(fetch, "download_gguf", lambda *_: pytest.fail("downloaded"))
+        out = tmp_path / "out"
+        kept = out if is_file else out / "notes.txt"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text("mine")
+        with pytest.raises(ConfigError, match="left alone; give another folder with --out"):
+            self._run("smollm2", "--out", str(out))
+        assert kept.read_text() == "mine"
+
+    def test_a_model_with_a_damaged_configuration_is_left_alone(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "config.json").write_text("{")
+        assert self._run("smollm2", "--out", str(tmp_path)) == 0
+        assert "A model is there already; remove the folder" in capsys.readouterr().out
+
     @pytest.mark.parametrize("argv", [[], ["--gguf", "x.gguf"], ["smollm2", "--gguf", "x.gguf"]])
     def test_asks_for_what_it_needs(self, argv: list[str]) -> None:
         with pytest.raises(ConfigError, match="fetch"):

@@ -65,9 +65,10 @@ def test_self_test_sees_a_wrong_log_probability(monkeypatch, call, words):
     assert words in check.sentence
 
 
-def test_kv_budget_of_nothing_gives_one_sentence(tmp_path, capsys):
-    assert main(["doctor", "--model", str(tmp_path), "--kv-budget-gb", "-1"]) == 2
-    assert "--kv-budget-gb is -1; give more than 0 GB." in capsys.readouterr().err
+def test_a_kv_budget_that_is_none_gives_one_sentence(capsys):
+    for bad in ("-1", "nan", "inf"):
+        assert main(["doctor", "--kv-budget-gb", bad]) == 2
+        assert f"--kv-budget-gb is {bad}; it must be a finite number of GB above 0." in capsys.readouterr().err
 
 
 def test_damaged_native_library_is_a_failure_with_the_remedy(editable, tmp_path):
@@ -82,6 +83,12 @@ def test_damaged_native_library_is_a_failure_with_the_remedy(editable, tmp_path)
     assert done.returncode == 1, done.stderr
     assert "FAIL  The native CPU operators are built but do not load" in done.stdout
     assert "run pip install again" in done.stdout
+
+
+def test_doctor_knows_the_shipped_policy_by_its_name(capsys, monkeypatch):
+    monkeypatch.setattr(diagnosis, "check_generation", lambda: diagnosis.Check("ok", "left out"))
+    assert main(["doctor", "--model", "addition"]) == 0
+    assert "context of the model" in capsys.readouterr().out
 
 
 def test_kv_plan_counts_keys_and_values_of_every_layer(monkeypatch, tmp_path):

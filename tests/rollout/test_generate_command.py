@@ -94,13 +94,17 @@ def test_chat_and_prompt_files(folder, tmp_path, capsys):
     ("arguments", "message"),
     [
         ([], "No prompt is given"),
-        (["--prompts-file", "{tmp}/none.jsonl"], "none.jsonl cannot be read"),
+        (["--prompts-file", "{tmp}/none.jsonl"], "none.jsonl cannot be read: No such file or directory; give a file"),
+        (["--prompts-file", "{tmp}/nothing.jsonl"], "nothing.jsonl holds no prompt; write one JSON value a line"),
+        (["--prompts-file", "{tmp}/binary.jsonl"], "binary.jsonl is not text in UTF-8"),
         (["--prompts-file", "{tmp}/bad.jsonl"], "bad.jsonl line 2 is not JSON"),
         (["--prompts-file", "{tmp}/empty.jsonl"], "empty.jsonl line 1 holds no prompt"),
         (["--prompts-file", "{tmp}/chat.jsonl"], "add --chat"),
         (["--prompt", ""], "Prompt 0 is empty"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--prompt", "a", "--n", "0"], "group_size is 0"),
+        (["--prompt", "a", "--threads", "100000000"], "threads is 100000000; it must be at most 1024"),
+        (["--prompt", "a", "--temperature", "1e300"], "temperature is 1e+300; it must be a number from 0 to 1e+06"),
         (["--prompt", "a" * 256], "the model's context 256"),
         (["--prompt", "a", "--kv-gb", "0.000001"], "set kv_budget_gb to at least"),
     ],
@@ -108,6 +112,8 @@ def test_chat_and_prompt_files(folder, tmp_path, capsys):
 def test_mistakes_cost_one_sentence_and_status_2(folder, tmp_path, capsys, arguments, message):
     (tmp_path / "bad.jsonl").write_text('"fine"\n{"prompt": \n')
     (tmp_path / "empty.jsonl").write_text("{}\n")
+    (tmp_path / "nothing.jsonl").write_text("")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     (tmp_path / "chat.jsonl").write_text('[{"role": "user", "content": "x"}]\n')
     assert main(["generate", "--model", str(folder), *(a.replace("{tmp}", str(tmp_path)) for a in arguments)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
