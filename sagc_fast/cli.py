@@ -36,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SagcError as error:
         print(f"sagc-fast: {error}", file=sys.stderr)
         return 2
-    except MemoryError as error:
-        reason = f" ({error})" if str(error) else ""
+    except (MemoryError, RuntimeError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
         print(f"sagc-fast: the memory of this machine does not suffice{reason}; ask for less at once.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -46,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `sagc-fast ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Python's and NumPy's error, torch's for a GPU, and what its allocator for the CPU says in words alone."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

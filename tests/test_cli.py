@@ -59,14 +59,30 @@ def test_our_errors_become_one_sentence_and_status_2(monkeypatch, capsys):
     assert capsys.readouterr().err == "sagc-fast: steps is 0; it must be at least 1.\n"
 
 
-def test_missing_memory_is_one_sentence_too(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 14.6 TiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 115200000000000 bytes."),
+        RuntimeError("CUDA out of memory.\nTried to allocate 20 GiB"),
+    ],
+)
+def test_missing_memory_is_one_sentence_too(monkeypatch, capsys, error):
     def action(args):
-        raise MemoryError("Unable to allocate 14.6 TiB")
+        raise error
 
     assert run_fake(monkeypatch, action) == 2
     said = capsys.readouterr().err
-    assert "(Unable to allocate 14.6 TiB)" in said
+    assert f"({str(error).splitlines()[0]})" in said
     assert said.count("\n") == 1
+
+
+def test_another_error_of_torch_keeps_its_traceback(monkeypatch):
+    def bug(args):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        run_fake(monkeypatch, bug)
 
 
 def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback(monkeypatch, capsys):

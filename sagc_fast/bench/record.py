@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from sagc_fast.bench.machine import commit, describe_machine
 from sagc_fast.bench.stats import summarize
@@ -63,14 +63,20 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def append_history(path: Path, record: dict[str, Any]) -> None:
-    """Add one line; ConfigError when the file cannot be written."""
+def open_history(path: Path) -> TextIO:
+    """The file, made with its folders, to append to; ConfigError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as history:
-            history.write(json.dumps(record) + "\n")
+        return path.open("a", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror or error}.") from error
+        reason = error.strerror or error
+        raise ConfigError(f"--out {path} cannot be written: {reason}; name a file such as bench.jsonl.") from error
+
+
+def append_history(path: Path, record: dict[str, Any]) -> None:
+    """Add one line; ConfigError when the file cannot be written."""
+    with open_history(path) as history:
+        history.write(json.dumps(record) + "\n")
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -78,7 +84,10 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Benchmark history {path} cannot be read: {error}.") from error
+        reason = "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror or error
+        raise ConfigError(
+            f"Benchmark history {path} cannot be read: {reason}; give a file that `sagc-fast bench --out` wrote."
+        ) from error
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -94,4 +103,6 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         if record.get("schema") != SCHEMA:
             raise ConfigError(f"{path} line {number} has schema {record.get('schema')}; this version reads {SCHEMA}.")
         records.append(record)
+    if not records:
+        raise ConfigError(f"Benchmark history {path} is empty; measure with `sagc-fast bench ... --out {path}` first.")
     return records

@@ -15,6 +15,8 @@ from sagc_fast.errors import ConfigError
 
 FIRST_ID, END_ID = 4, 4096
 """Prompt ids come from [FIRST_ID, END_ID): no special token of the models at hand."""
+MAX_COUNT = 100_000
+"""Of prompts, of completions per prompt and of tokens: more is a slip, and would fill the memory with its ids."""
 STRIDE = 997
 """Ids of run r are those of run 0 moved by r times this (coprime to the range), so that no prefix cache helps twice."""
 
@@ -35,10 +37,11 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        most = MAX_COUNT
         checks = (
-            (self.num_prompts >= 1, "number of prompts", self.num_prompts),
-            (self.group_size >= 1, "group size", self.group_size),
-            (1 <= self.min_length <= self.max_length, "longest completion", self.max_length),
+            (1 <= self.num_prompts <= most, "number of prompts", self.num_prompts),
+            (1 <= self.group_size <= most, "group size", self.group_size),
+            (1 <= self.min_length <= self.max_length <= most, "longest completion", self.max_length),
             (0 < self.mean_length <= self.max_length, "mean completion length", self.mean_length),
             (1 <= self.min_prompt <= self.max_prompt, "longest prompt", self.max_prompt),
         )
@@ -46,7 +49,8 @@ class Workload:
             if not is_right:
                 raise ConfigError(
                     f"The workload's {name} is {value}; counts are at least 1, the longest completion at least "
-                    f"{self.min_length} and the mean, the longest prompt at least {self.min_prompt}."
+                    f"{self.min_length} and the mean, the longest prompt at least {self.min_prompt}, all at most "
+                    f"{most:,}."
                 )
 
     def prompts(self, run: int = 0) -> list[list[int]]:

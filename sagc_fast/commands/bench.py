@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ EXAMPLES = {
   sagc-fast bench compare 5536ce5 c0ffee1 --history bench.jsonl  two commits, or labels, of one history""",
 }
 
+MAX_ROWS = 65_536
 RUNS = {"rollout": 5, "kernels": 10, "controller": 20, "step": 3, "train": 3}
 QUICK_RUNS = {"rollout": 2, "kernels": 3, "controller": 3, "step": 1, "train": 1}
 
@@ -93,8 +95,13 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is {value}; it must be at least 1.")
     if getattr(args, "threads", 1) > 1024:
         raise ConfigError(f"--threads is {args.threads}; it must be at most 1024, and no more than there are cores.")
-    if args.out is not None and args.out.is_dir():
-        raise ConfigError(f"--out {args.out} is a folder; name a file such as bench.jsonl.")
+    if not 0 <= getattr(args, "peer_seconds", 0.0) < math.inf:
+        raise ConfigError(f"--peer-seconds is {args.peer_seconds:g}; it must be a finite number of seconds >= 0.")
+
+    from sagc_fast.bench.record import append_history, open_history
+
+    if args.out is not None:
+        open_history(args.out).close()  # what cannot be written is said before the measurement
     if args.runs is None:
         args.runs = (QUICK_RUNS if args.quick else RUNS)[args.bench]
     measure: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -104,13 +111,12 @@ def run(args: argparse.Namespace) -> int:
     record = measure[args.bench](args)
 
     from sagc_fast.bench import show
-    from sagc_fast.bench.record import append_history
 
-    if args.out is not None:
-        append_history(args.out, record)
     if not args.json:
         show.show_record(show.console(), record)
-    print(json.dumps(record))
+    print(json.dumps(record), flush=True)
+    if args.out is not None:
+        append_history(args.out, record)
     return 0
 
 
@@ -210,8 +216,10 @@ def _kernels(args: argparse.Namespace) -> dict[str, Any]:
         rows = tuple(sorted({int(part) for part in args.rows.split(",")}))
     except ValueError:
         rows = ()
-    if not rows or rows[0] < 1:
-        raise ConfigError(f"--rows is {args.rows!r}; it must be numbers of rows such as 1,16,128.")
+    if not rows or rows[0] < 1 or rows[-1] > MAX_ROWS:
+        raise ConfigError(
+            f"--rows is {args.rows!r}; it must be numbers of rows from 1 to {MAX_ROWS:,} such as 1,16,128."
+        )
 
     from sagc_fast.bench import kernels
     from sagc_fast.bench.show import say

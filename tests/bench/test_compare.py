@@ -98,6 +98,15 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line, message):
         read_history(tmp_path / "h.jsonl")
 
 
+def test_an_empty_or_binary_history_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "h.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match=r"h\.jsonl is empty; measure with"):
+        read_history(tmp_path / "h.jsonl")
+    (tmp_path / "h.jsonl").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"it is not text in UTF-8; give a file"):
+        read_history(tmp_path / "h.jsonl")
+
+
 def test_a_record_of_another_schema_is_refused(make_record, tmp_path):
     append_history(tmp_path / "h.jsonl", make_record(STEADY) | {"schema": 99})
     with pytest.raises(ConfigError, match="schema 99"):
