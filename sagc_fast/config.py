@@ -27,7 +27,7 @@ from sagc_fast.config_parsing import (
     yaml_dialect,
 )
 from sagc_fast.errors import ConfigError
-from sagc_fast.types import MAX_TEMPERATURE
+from sagc_fast.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class RolloutOptions(Section):
         self._require(self.prompts_per_step <= 1_000_000, "prompts_per_step", "at most 1000000")
         self._above_zero("kv_budget_gb")
         self._require(
-            0 < self.temperature <= MAX_TEMPERATURE,
+            MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
-            f"a finite number above 0 (groups need variety), at most {MAX_TEMPERATURE:g}",
+            f"from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (groups need variety)",
         )
 
 
@@ -302,7 +302,11 @@ class EvaluationOptions(Section):
     def _check(self) -> None:
         self._at_least(0, "every", "num_problems")
         self._require(self.num_problems <= 100_000, "num_problems", "at most 100000 (a standard error of .0016)")
-        self._require(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", f"from 0 to {MAX_TEMPERATURE:g}")
+        self._require(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+            "temperature",
+            f"0 or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+        )
 
 
 @dataclass(frozen=True)

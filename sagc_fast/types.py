@@ -16,6 +16,8 @@ FinishReason = Literal["stop", "length"]
 
 MAX_TEMPERATURE = 1e6
 """Beyond it every token is as likely as any other, and soon no fp32 number holds it."""
+MIN_TEMPERATURE = 1e-30
+"""Of a draw that is not greedy: fp32 holds logits of up to 1e8 divided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 means greedy; otherwise logits are divided by it."""
+    """0 means greedy; otherwise logits are divided by it (1e-30 to 1e6)."""
     max_new_tokens: int = 256
     """Length cap in tokens of one completion, at least 1."""
     seed: int = 0
@@ -57,9 +59,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
         checks = (
             (
-                _is_float(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
+                _is_float(self.temperature)
+                and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE),
                 "temperature",
-                f"a number from 0 to {MAX_TEMPERATURE:g}",
+                f"0 or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
             ),
             (_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "max_new_tokens", "an integer >= 1"),
             (_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", "an integer in [0, 2**64)"),

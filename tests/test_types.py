@@ -23,6 +23,8 @@ def test_numpy_numbers_are_taken_as_plain_ones():
         ("temperature", -1.0),
         ("temperature", float("nan")),
         ("temperature", "hot"),
+        ("temperature", 1e-38),
+        ("temperature", 2e6),
         ("max_new_tokens", 0),
         ("max_new_tokens", True),
         ("max_new_tokens", 2.5),

@@ -9,7 +9,7 @@ import torch
 from sagc_fast.errors import BackendError, ConfigError, KVBudgetError, ModelLoadError, PromptError
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.rollout.request import check_request
-from sagc_fast.types import SamplingParams
+from sagc_fast.types import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
 
 
 class Scripted:
@@ -344,3 +344,16 @@ def test_a_missing_device_is_named(hf_folder, monkeypatch):
 def test_text_that_is_not_unicode_is_named() -> None:
     with pytest.raises(PromptError, match=r"Prompt 0 is '\\udcff'; it is not valid Unicode text"):
         check_request(["\udcff"], 1, SamplingParams(), None, vocab_size=5, context_length=9, tokenizer=object())
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_the_coldest_draw_is_greedy_and_the_hottest_one_uniform(tiny_model, top_k):
+    """Logits divided by the least temperature allowed are still finite: nobody is told that the policy diverged."""
+    engine = RolloutEngine(tiny_model("llama", seed=3))
+    greedy, coldest, hottest = (
+        engine.generate([[5, 6, 7]], 1, SamplingParams(temperature=t, max_new_tokens=8, top_k=top_k, ignore_eos=True))
+        for t in (0.0, MIN_TEMPERATURE, MAX_TEMPERATURE)
+    )
+    assert coldest[0].completions[0].token_ids == greedy[0].completions[0].token_ids
+    assert coldest[0].completions[0].logprobs == [0.0] * 8
+    assert hottest[0].completions[0].logprobs == pytest.approx([-np.log(top_k or 258)] * 8, rel=1e-5)

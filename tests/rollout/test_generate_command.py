@@ -104,7 +104,7 @@ def test_chat_and_prompt_files(folder, tmp_path, capsys):
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--prompt", "a", "--n", "0"], "group_size is 0"),
         (["--prompt", "a", "--threads", "100000000"], "threads is 100000000; it must be at most 1024"),
-        (["--prompt", "a", "--temperature", "1e300"], "temperature is 1e+300; it must be a number from 0 to 1e+06"),
+        (["--prompt", "a", "--temperature", "1e300"], "temperature is 1e+300; it must be 0 or from 1e-30 to 1e+06"),
         (["--prompt", "a" * 256], "the model's context 256"),
         (["--prompt", "a", "--kv-gb", "0.000001"], "set kv_budget_gb to at least"),
     ],
