@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -112,7 +111,9 @@ class RolloutEngine:
         device = burst_device(model.device, model.dtype)
         self._graphs = None if device is None else DecodeGraphs(device, graphs)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._lock = threading.Lock()
+        self._running: dict[str, object] = {}
+        """A mark of the call in progress, which alone takes it out again: an interrupt may come behind any function
+        call, also one that has just acquired a lock."""
 
     @classmethod
     def from_pretrained(
@@ -162,9 +163,10 @@ class RolloutEngine:
         infinite.
         """
         started = perf_counter()
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("This RolloutEngine is generating already; call it from one place at a time.")
+        mark = object()
         try:
+            if self._running.setdefault("call", mark) is not mark:  # atomic
+                raise RuntimeError("This RolloutEngine is generating already; call it from one place at a time.")
             config = self.model.config
             requests = check_request(
                 prompts,
@@ -194,7 +196,8 @@ class RolloutEngine:
             self.stats = call.stats(perf_counter() - started)
             return groups
         finally:
-            self._lock.release()
+            if self._running == {"call": mark}:
+                self._running.clear()
 
     def reset(self) -> None:
         """Call after a weight update: no KV computed before is used again, ``policy_version`` goes up by one."""

@@ -36,8 +36,10 @@ class CompletionRecall:
         texts = [np.array(completion, dtype=np.int32) for completion in completions]
         self.num_bytes += _bytes_of(texts) - _bytes_of(self._texts.pop(key, []))
         self._texts[key] = texts
-        while self.num_bytes > self.limit_bytes:
+        while self._texts and self.num_bytes > self.limit_bytes:
             self.num_bytes -= _bytes_of(self._texts.popitem(last=False)[1])
+        if not self._texts:
+            self.num_bytes = 0  # an interrupt between a prompt and its bytes had left too many
 
 
 def _bytes_of(texts: list[NDArray[np.int32]]) -> int:

@@ -45,9 +45,9 @@ def torch_threads(threads: int | None) -> Iterator[None]:
         )
         wanted = 1
     _most_threads = max(_most_threads, wanted)
-    if wanted != before:
-        torch.set_num_threads(wanted)
     try:
+        if wanted != before:
+            torch.set_num_threads(wanted)
         yield
     finally:
         if wanted != before:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from sagc_fast.errors import BackendError, ConfigError, KVBudgetError, ModelLoadError, PromptError
+from sagc_fast.rollout import engine as engine_module
+from sagc_fast.rollout import threads as threads_module
+from sagc_fast.rollout.call import Call
 from sagc_fast.rollout.engine import RolloutEngine
 from sagc_fast.rollout.request import check_request
 from sagc_fast.types import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
@@ -186,6 +191,43 @@ def test_an_interrupt_inside_the_model_leaves_the_engine_usable(helpers):
         engine.generate([[1], [2]], 4)
     model.forward_paged = forward
     assert helpers.outcome(engine.generate([[1], [2]], 4)) == expected
+
+
+def test_an_interrupt_before_a_call_begins_to_work_leaves_the_engine_usable(helpers, monkeypatch):
+    """Between taking the engine and the block that gives it back there was a gap, and behind it no call any more."""
+    threads, files = torch.get_num_threads(), {threads_module.__file__, engine_module.__file__}
+    engine = RolloutEngine(helpers.Model(), threads=threads + 1)
+    begun = []
+    monkeypatch.setattr(engine_module, "Call", lambda *arguments: begun.append(1) or Call(*arguments))
+
+    def interrupted_at(num_lines):
+        """The n-th line that the two files run before there is a call."""
+
+        def trace(frame, event, _argument):
+            nonlocal num_lines
+            if begun or frame.f_code.co_filename not in files:
+                return None
+            num_lines -= event == "line"
+            if not num_lines and event == "line":
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    before, num_lines = sys.gettrace(), 0
+    while not begun:
+        num_lines += 1
+        try:
+            sys.settrace(interrupted_at(num_lines))
+            engine.generate([[1]], 1)
+        except KeyboardInterrupt:
+            sys.settrace(before)
+            engine.generate([[1]], 1)
+            begun.clear()
+        finally:
+            sys.settrace(before)
+        assert torch.get_num_threads() == threads
+    assert num_lines > 20
 
 
 def test_a_callback_may_build_autograd_graphs_but_not_generate(helpers):
