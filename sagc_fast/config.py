@@ -26,6 +26,7 @@ from sagc_fast.config_parsing import (
     read_yaml,
     yaml_dialect,
 )
+from sagc_fast.controller.config import MAX_GROUP_SIZE
 from sagc_fast.errors import ConfigError
 from sagc_fast.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -187,13 +188,15 @@ class ControllerOptions(Section):
 
     def _check(self) -> None:
         self._require(
-            self.group_size >= 2, "group_size", "at least 2 (one completion has no group to be compared with)"
+            2 <= self.group_size <= MAX_GROUP_SIZE,
+            "group_size",
+            f"at least 2 (one completion has no group to be compared with), at most {MAX_GROUP_SIZE}",
         )
         increasing = list(self.candidates) == sorted(set(self.candidates))
         self._require(
-            bool(self.candidates) and increasing and min(self.candidates, default=0) >= 2,
+            bool(self.candidates) and increasing and self.candidates[0] >= 2 and self.candidates[-1] <= MAX_GROUP_SIZE,
             "candidates",
-            "ascending group sizes without repeats, each at least 2",
+            f"ascending group sizes without repeats, each at least 2, at most {MAX_GROUP_SIZE}",
         )
         self._require(1 < self.tau < math.inf, "tau", "a finite number above 1")
         self._require(0 < self.delta < 1, "delta", "between 0 and 1, both excluded")
@@ -265,6 +268,7 @@ class OptimizerOptions(Section):
     def _check(self) -> None:
         self._above_zero("learning_rate", "epsilon", "max_grad_norm")
         self._at_least(0, "warmup_steps", "weight_decay")
+        self._require(self.weight_decay < math.inf, "weight_decay", "a finite number, at least 0")
         for name in ("beta1", "beta2"):
             self._require(0 <= getattr(self, name) < 1, name, "in [0, 1)")
 
@@ -282,6 +286,7 @@ class RewardOptions(Section):
 
     def _check(self) -> None:
         self._at_least(1, "workers")
+        self._require(self.workers <= 1024, "workers", "at most 1024, and no more than there are cores to spare")
         self._above_zero("timeout_seconds")
 
 

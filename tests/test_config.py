@@ -171,6 +171,11 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
         ({"algo": {"clip_hihg": 1}}, "did you mean clip_high"),
         ({"algo": {"rollout_is": "truncate"}}, "set update.old_logprobs to recompute"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"controller": {"group_size": 10**30}}, "(one completion has no group to be compared with), at most 65536"),
+        ({"controller": {"candidates": [4, 10**9]}}, "controller.candidates is [4, 1000000000]; it must be ascending"),
+        ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay is inf; it must be a finite number"),
+        ({"reward": {"workers": 10**6}}, "reward.workers is 1000000; it must be at most 1024"),
+        ({"rollout": {"temperature": 1e300}}, "rollout.temperature is 1e+300; it must be a finite number above 0"),
         ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2 is 1.0; it must be in [0, 1)"),
     ],
 )

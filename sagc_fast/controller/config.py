@@ -16,6 +16,9 @@ from sagc_fast.controller._layout import RATIOS, SIGNALS
 from sagc_fast.controller.hold import ADV_SCALES, HOLDS
 from sagc_fast.errors import ConfigError
 
+MAX_GROUP_SIZE = 65_536
+"""Far beyond any use (ours), and within what counts and memory bear."""
+
 
 class ControllerWarning(UserWarning):
     """The controller works, but not as its user will expect; the message says why and what to change."""
@@ -135,6 +138,10 @@ def _checked_candidates(value: object) -> tuple[int, ...]:
             raise ConfigError(
                 f"SAGCConfig.candidates contains {size}; a group of fewer than 2 completions has no group advantage, "
                 "so use sizes >= 2."
+            )
+        if size > MAX_GROUP_SIZE:
+            raise ConfigError(
+                f"SAGCConfig.candidates contains {size}; the largest group that can be asked for is {MAX_GROUP_SIZE:,}."
             )
     sizes = tuple(int(size) for size in value)
     if len(set(sizes)) != len(sizes):

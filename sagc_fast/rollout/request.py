@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from sagc_fast.errors import PromptError
 from sagc_fast.types import SamplingParams
 
+MAX_COMPLETIONS = 20_000_000
+"""Of one call: its lists alone would fill gigabytes beyond."""
+
 Prompt = str | Sequence[int]
 ParamsArgument = SamplingParams | Sequence[SamplingParams | Sequence[SamplingParams]]
 
@@ -58,12 +61,22 @@ def _group_sizes(group_size: int | Sequence[int], num_prompts: int) -> list[int]
     if _is_int(group_size):
         if group_size < 1:
             raise PromptError(f"group_size is {group_size!r}; it must be an integer >= 1.")
+        _check_total(int(group_size) * num_prompts)
         return [int(group_size)] * num_prompts
     sizes = _as_list(group_size, num_prompts, "group_size", "an integer")
     for index, size in enumerate(sizes):
         if not _is_int(size) or size < 1:
             raise PromptError(f"group_size of prompt {index} is {size!r}; it must be an integer >= 1.")
+    _check_total(sum(map(int, sizes)))
     return [int(size) for size in sizes]
+
+
+def _check_total(num_completions: int) -> None:
+    if num_completions > MAX_COMPLETIONS:
+        raise PromptError(
+            f"One call asks for {num_completions:,} completions, prompts times group_size; it must be at most "
+            f"{MAX_COMPLETIONS:,}, so use several calls."
+        )
 
 
 def _prompt_ids(prompt_ids: Sequence[int] | None, num_prompts: int) -> list[int]:

@@ -90,7 +90,8 @@ def load_scorer(target: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
         ) from error
     scorer = getattr(module, function_name, None)
     if not callable(scorer):
-        near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], n=1)
+        names = [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
+        near = difflib.get_close_matches(function_name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else "define it at module level."
         what = "has no function" if scorer is None else "holds something that cannot be called under the name"
         raise LoadError(f"Module {module_name!r} of the reward {target!r} {what} {function_name!r}; {hint}")

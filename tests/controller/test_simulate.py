@@ -326,6 +326,8 @@ def test_the_command_prints_tables_json_suggestions_and_pictures(tmp_path, capsy
         (["--hold", "rows"], "--hold"),
         (["--steps", "0"], "--steps"),
         (["--candidates", "1,4"], "candidates"),
+        (["--candidates", "4,100000000"], "contains 100000000; the largest group"),
+        (["--policies", "fixed-100000000"], "contains 100000000; the largest group"),
         (["--difficulty", "1"], "--difficulty"),
         (["nothing"], "nothing"),
         (["--policies", ","], "No policy is named"),

@@ -103,6 +103,7 @@ def test_chat_and_prompt_files(folder, tmp_path, capsys):
         (["--prompt", ""], "Prompt 0 is empty"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--prompt", "a", "--n", "0"], "group_size is 0"),
+        (["--prompt", "a", "--n", "1000000000000"], "asks for 1,000,000,000,000 completions"),
         (["--prompt", "a", "--threads", "100000000"], "threads is 100000000; it must be at most 1024"),
         (["--prompt", "a", "--temperature", "1e300"], "temperature is 1e+300; it must be 0 or from 1e-30 to 1e+06"),
         (["--prompt", "a" * 256], "the model's context 256"),

@@ -261,7 +261,11 @@ def test_the_users_own_reward_is_found_in_the_current_directory(tmp_path, monkey
         ("scorer_zoo.deeper:score", {}, r"fails when imported|neither installed nor"),
         ("scorer_zoo:zooo", {}, r"'scorer_zoo' .* has no function 'zooo'; did you mean zoo\?$"),
         ("scorer_zoo:nothing_like_it", {}, "define it at module level"),
-        ("scorer_zoo:not_a_function", {}, "cannot be called"),
+        (
+            "scorer_zoo:not_a_function",
+            {},
+            r"cannot be called under the name 'not_a_function'; define it at module level",
+        ),
         ("scorer_zoo:takes_one", {}, r"takes_one\(completion, problem, \*\*kwargs\).*too many positional"),
         ("scorer_zoo:by_answer", {"bonsu": 1}, "unexpected keyword argument 'bonsu'"),
         ("scorer_zoo", {}, "not of the form module:function"),
