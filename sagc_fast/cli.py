@@ -48,6 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `sagc-fast ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # no permission, a full disk, a name too long: said with the file, wherever it turns up
+        if error.filename is None:
+            raise
+        print(
+            f"sagc-fast: {error.filename!s:.200} cannot be used: {error.strerror}; check the path, its permissions "
+            "and the space that is left.",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _is_lack_of_memory(error: Exception) -> bool:

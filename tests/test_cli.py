@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -75,6 +76,23 @@ def test_missing_memory_is_one_sentence_too(monkeypatch, capsys, error):
     said = capsys.readouterr().err
     assert f"({str(error).splitlines()[0]})" in said
     assert said.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_used_is_one_sentence(monkeypatch, capsys):
+    def action(args):
+        raise PermissionError(errno.EACCES, "Permission denied", "/data/closed/config.json")
+
+    assert run_fake(monkeypatch, action) == 2
+    assert capsys.readouterr().err == (
+        "sagc-fast: /data/closed/config.json cannot be used: Permission denied; check the path, its permissions and "
+        "the space that is left.\n"
+    )
+
+    def bug(args):
+        raise OSError("without a file")
+
+    with pytest.raises(OSError, match="without a file"):
+        run_fake(monkeypatch, bug)
 
 
 def test_another_error_of_torch_keeps_its_traceback(monkeypatch):
