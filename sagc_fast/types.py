@@ -202,7 +202,8 @@ class RolloutStats:
     num_accepted_tokens: int = 0
     """The part of ``num_draft_tokens`` that became output: row-steps saved."""
     num_steps_saved: float = 0.0
-    """Steps that the call would have had more without drafts. An estimate only as far as others waited for a row."""
+    """Steps that the call would have had more without drafts. An estimate where blocks are short or completions
+    start in another order."""
     draft_gain_seconds: float = 0.0
     """Seconds that the drafts saved by the learnt cost of steps: those of the steps as they would have been without
     them less those of the steps as they were, drafted tokens and the host's work for them included. May be negative."""

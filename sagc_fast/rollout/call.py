@@ -141,18 +141,19 @@ class Call:
         scheduler.commit(plan, num_hits, result.num_steps, result.num_ahead)
         drawn = self._up_to_ends(*_that_count(plan, result, num_hits))
         slots = drawn.slots
+        is_short_of_blocks = plan.is_awaited and rows.num_free > 0
         if slots.size:
             rows.append(slots, drawn.offsets, drawn.tokens, drawn.logprobs)
             if not plan.is_decode_only:
                 for slot in slots[rows.num_output[slots] == 1].tolist():
                     rows.sequences[slot].first_step = first_step
-            if plan.drafts.tokens.size and not plan.is_awaited:
+            if plan.drafts.tokens.size and not is_short_of_blocks:
                 for slot in slots[drawn.offsets > 0].tolist():
                     rows.sequences[slot].num_steps_ahead += 1
         is_burst = result.num_steps > 1  # else offsets are places in a draft
         last_steps = first_step + drawn.offsets * is_burst
         complete = self._retire(drawn, last_steps) if drawn.is_over.any() else []
-        self._record(plan, result, drawn, seconds=thread_time() - started)
+        self._record(plan, result, drawn, is_short_of_blocks, seconds=thread_time() - started)
         return complete
 
     def _up_to_ends(
@@ -188,13 +189,15 @@ class Call:
             group = sequence.group
             is_stopped, is_matched = bool(drawn.is_stopped[row]), bool(drawn.is_matched[row])
             completion = self._completion(sequence, int(steps[row]), is_stopped, is_matched)
-            self._recorder.add_end(completion.last_step, sequence.num_steps_ahead)
+            self._recorder.add_end(completion.first_step, completion.last_step, sequence.num_steps_ahead)
             group.completions[sequence.sample_index] = completion
             if len(group.completions) == len(group.sequences):
                 complete.append(self._complete(group))
         return complete
 
-    def _record(self, plan: StepPlan, result: StepResult, drawn: Drawn, seconds: float) -> None:
+    def _record(
+        self, plan: StepPlan, result: StepResult, drawn: Drawn, is_short_of_blocks: bool, seconds: float
+    ) -> None:
         num_rows, cost = plan.num_sampled_rows, self._speculation.cost
         num_drafted = plan.drafts.tokens.size
         active_rows = [num_rows] if result.num_steps == 1 else np.bincount(drawn.offsets).tolist()
@@ -207,7 +210,7 @@ class Call:
             result.sample_seconds,
         )
         if num_drafted:
-            self._recorder.add_drafts(num_drafted, drawn.slots.size - num_rows, num_rows, plan.is_awaited, cost)
+            self._recorder.add_drafts(num_drafted, drawn.slots.size - num_rows, num_rows, is_short_of_blocks, cost)
         if num_drafted and not plan.chunks:
             cost.observe_drafts(plan.num_decode_tokens, num_rows, seconds)
         elif not plan.chunks:

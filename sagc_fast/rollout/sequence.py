@@ -89,7 +89,7 @@ class Sequence:
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     first_step: int = 0
     num_steps_ahead: int = 0
-    """Its drafts that counted while nobody waited: steps by which it ends earlier than without them."""
+    """Its drafts that counted: steps by which it is shorter; without those drafted while others waited for blocks."""
     cursor: Cursor | None = None
     """Its place in the group's ``drafts``."""
 

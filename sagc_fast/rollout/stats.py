@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sagc_fast.rollout.step_cost import StepCost
 from sagc_fast.types import Group, RolloutStats
@@ -44,8 +46,7 @@ class StatsRecorder:
         self.num_accepted_tokens = 0
         self._steps_saved_for_others = 0.0
         self._draft_seconds = 0.0
-        self._last_steps: list[int] = []
-        self._steps_ahead: list[int] = []
+        self._spans: list[tuple[int, int, int]] = []
 
     def add_steps(
         self,
@@ -70,38 +71,55 @@ class StatsRecorder:
         self.decode_seconds += model_seconds * (1.0 - prefill_share)
         self.sample_seconds += sample_seconds
 
-    def add_drafts(self, num_drafted: int, num_accepted: int, num_rows: int, is_awaited: bool, cost: StepCost) -> None:
-        """Drafts of one step in which ``num_rows`` rows sampled. Where others wait for them, the rows would have needed
-        ``num_accepted / num_rows`` more such steps without drafts; where not, the ends of the rows tell."""
+    def add_drafts(
+        self, num_drafted: int, num_accepted: int, num_rows: int, is_short_of_blocks: bool, cost: StepCost
+    ) -> None:
+        """Drafts of one step in which ``num_rows`` rows sampled. Where others wait for blocks that these hold, the rows
+        would have needed ``num_accepted / num_rows`` more such steps without drafts; else the ends of the rows tell."""
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         without = cost.seconds(num_rows)
         self._draft_seconds += cost.seconds(num_rows + num_drafted) - without + cost.draft_seconds(num_rows)
-        if is_awaited:
+        if is_short_of_blocks:
             self._steps_saved_for_others += num_accepted / num_rows
             self._draft_seconds -= num_accepted / num_rows * without
 
-    def add_end(self, last_step: int, num_steps_ahead: int) -> None:
-        """A completion is over, ``num_steps_ahead`` steps earlier than it would have been without drafts in steps for
-        whose rows nobody waited."""
-        self._last_steps.append(last_step)
-        self._steps_ahead.append(num_steps_ahead)
+    def add_end(self, first_step: int, last_step: int, num_steps_ahead: int) -> None:
+        """A completion is over, which drafts have made ``num_steps_ahead`` steps shorter, without those in steps in
+        which others waited for blocks."""
+        self._spans.append((first_step, last_step, num_steps_ahead))
 
     def num_steps_saved(self) -> float:
         """Steps that the call would have had more without drafts."""
-        last = np.array(self._last_steps, dtype=np.int64)
-        saved = int((last + self._steps_ahead).max() - last.max()) if last.size else 0
-        return self._steps_saved_for_others + saved
+        if not self.num_draft_tokens:
+            return 0.0
+        _, last, _, last_without = self._spans_without_drafts()
+        return self._steps_saved_for_others + int(last_without.max() - last.max())
 
     def draft_gain_seconds(self, cost: StepCost) -> float:
         """What the steps of the call would have cost more without drafts, by ``cost``; O(n log n) in completions."""
         if not self.num_draft_tokens:
             return 0.0
-        # The k-th last end is how long k rows at least are live: there a step costs c(k) instead of c(k - 1).
-        last = np.array(self._last_steps, dtype=np.int64)
-        steps = np.sort(last + self._steps_ahead)[::-1] - np.sort(last)[::-1]
-        seconds = [0.0, *(cost.seconds(num_rows) for num_rows in range(1, steps.size + 1))]
-        return float(steps @ np.diff(seconds)) - self._draft_seconds
+        first, last, first_without, last_without = self._spans_without_drafts()
+        seconds = np.array([0.0, *(cost.seconds(num_rows) for num_rows in range(1, self.capacity_rows + 1))])
+        rows_without, rows = (
+            np.minimum(_live_per_step(*span), self.capacity_rows)  # of those live, some may have been sent back
+            for span in ((first_without, last_without), (first, last))
+        )
+        return float(seconds[rows_without].sum() - seconds[rows].sum()) - self._draft_seconds
+
+    def _spans_without_drafts(self) -> NDArray[np.int64]:
+        """[4, completions]: first and last step of each, and what they would have been without drafts, if completions
+        had started in the same order: with all rows taken, each in the one that is over first."""
+        spans = []
+        ends: list[int] = []  # of the completions whose rows nobody has taken over, with drafts and without
+        ends_without: list[int] = []
+        for first, last, num_steps_ahead in sorted(self._spans):
+            delay = heappop(ends_without) - heappop(ends) if len(ends) == self.capacity_rows else 0
+            spans.append((first, last, first + delay, last + delay + num_steps_ahead))
+            heappush(ends, spans[-1][1])
+            heappush(ends_without, spans[-1][3])
+        return np.array(spans, dtype=np.int64).T
 
     def result(
         self,
@@ -151,6 +169,12 @@ class StatsRecorder:
             num_steps_saved=self.num_steps_saved(),
             draft_gain_seconds=self.draft_gain_seconds(cost),
         )
+
+
+def _live_per_step(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many completions are live in each step, from the first and the last step of each."""
+    num_steps = int(last.max()) + 2
+    return np.cumsum(np.bincount(first, minlength=num_steps) - np.bincount(last + 1, minlength=num_steps))
 
 
 def straggler_ratio(lengths: Sequence[int]) -> float:

@@ -419,14 +419,18 @@ def test_steps_saved_are_those_that_a_call_without_drafts_has_more(helpers, ends
     assert without - with_drafts > stats.draft_gain_seconds > 0
 
 
-def test_where_rows_are_waited_for_every_token_counts_alike(helpers):
-    model, params = helpers.Model(memory=1, sharpness=8.0), SamplingParams(max_new_tokens=80, ignore_eos=True)
-    drafting, plain = (RolloutEngine(model, max_num_seqs=2, speculation=mode) for mode in ("fixed", "off"))
+@pytest.mark.parametrize(("num_rows", "lengths"), [(2, [80] * 8), (3, [60, 50, 40, 90, 10, 20])])
+def test_steps_saved_are_exact_too_where_rows_are_waited_for(helpers, num_rows, lengths):
+    """As long as completions start in the same order. Every accepted token had counted as half a step of two rows, or
+    a third of three, also where only the row that was over first could let another begin."""
+    model = helpers.Model(memory=1, sharpness=8.0)
+    params = [[SamplingParams(max_new_tokens=length, ignore_eos=True) for length in lengths]]
+    drafting, plain = (RolloutEngine(model, max_num_seqs=num_rows, speculation=mode) for mode in ("fixed", "off"))
     for engine in (drafting, plain):
-        engine.generate([[3, 4]], 8, params)
+        engine.generate([[3, 4]], len(lengths), params)
     stats = drafting.stats
-    assert stats.num_steps + stats.num_steps_saved == pytest.approx(plain.stats.num_steps, rel=0.1)
-    assert stats.num_steps_saved == pytest.approx(stats.num_accepted_tokens / 2, rel=0.1)
+    assert stats.num_accepted_tokens > 10
+    assert stats.num_steps + stats.num_steps_saved == plain.stats.num_steps
 
 
 def test_who_comes_last_is_asked_only_while_nobody_waits(helpers, monkeypatch):

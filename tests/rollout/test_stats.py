@@ -102,17 +102,33 @@ def test_steps_saved_and_their_seconds_follow_from_the_ends_of_the_rows():
     cost.observe(1, 1e-2)
     recorder = StatsRecorder(capacity_rows=3)
     assert recorder.draft_gain_seconds(cost) == recorder.num_steps_saved() == 0
-    recorder.add_drafts(6, 4, 3, is_awaited=False, cost=cost)
+    recorder.add_drafts(6, 4, 3, is_short_of_blocks=False, cost=cost)
     for last_step, num_steps_ahead in ((9, 1), (7, 3), (7, 0)):
-        recorder.add_end(last_step, num_steps_ahead)
+        recorder.add_end(0, last_step, num_steps_ahead)
     assert recorder.num_steps_saved() == 1
     price = cost.seconds(9) - cost.seconds(3) + cost.draft_seconds(3)
     without = 8 * cost.seconds(3) + 3 * cost.seconds(2)
     with_drafts = 8 * cost.seconds(3) + 2 * cost.seconds(1)
     assert recorder.draft_gain_seconds(cost) == pytest.approx(without - with_drafts - price)
-    recorder.add_drafts(5, 3, 2, is_awaited=True, cost=cost)
+    recorder.add_drafts(5, 3, 2, is_short_of_blocks=True, cost=cost)
     assert recorder.num_steps_saved() == 1 + 3 / 2
     assert (recorder.num_draft_tokens, recorder.num_accepted_tokens) == (11, 7)
+
+
+def test_who_waits_for_a_row_starts_as_much_later_as_the_row_would_have_been_over():
+    """Two rows, four completions: the third waits for the first, the fourth for the third. Without drafts the first two
+    end in step 9 both, so that the other two begin in step 10 instead of 6 and 9."""
+    cost = StepCost(10.0, is_learnt=False)
+    cost.observe(1, 1e-2)
+    recorder = StatsRecorder(capacity_rows=2)
+    recorder.add_drafts(6, 5, 2, is_short_of_blocks=False, cost=cost)
+    for span in ((0, 5, 4), (0, 9, 0), (6, 8, 0), (9, 20, 1)):
+        recorder.add_end(*span)
+    assert recorder.num_steps_saved() == 1 + 1  # of the last one's own, and as it began
+    price = cost.seconds(8) - cost.seconds(2) + cost.draft_seconds(2)
+    without = 13 * cost.seconds(2) + 10 * cost.seconds(1)
+    with_drafts = 10 * cost.seconds(2) + 11 * cost.seconds(1)
+    assert recorder.draft_gain_seconds(cost) == pytest.approx(without - with_drafts - price)
 
 
 def test_fractions_and_ratio_of_plain_lists():
