@@ -106,7 +106,12 @@ class RolloutEngine:
         """Lengths per prompt seen so far; guides the order of admission, never the tokens."""
         # Elsewhere a plan with drafts is no graph, and the host's clock does not say what the device takes.
         mode = speculation if model.device.type == "cpu" else "off"
-        self._speculation = Speculation(mode, *_roofline(model, self.kv_dtype), int(draft_recall_mb * BYTES_PER_MB))
+        has_bursts = isinstance(model, torch.nn.Module) and ops.has_decoder(
+            model.device.type, model.dtype, self.kv_dtype
+        )
+        self._speculation = Speculation(
+            mode, *_roofline(model, has_bursts), int(draft_recall_mb * BYTES_PER_MB), has_bursts
+        )
         self._kv: KVCache | None = None
         device = burst_device(model.device, model.dtype)
         self._graphs = None if device is None else DecodeGraphs(device, graphs)
@@ -269,14 +274,13 @@ class RolloutEngine:
         )
 
 
-def _roofline(model: Any, kv_dtype: torch.dtype) -> tuple[float, float]:
+def _roofline(model: Any, has_bursts: bool) -> tuple[float, float]:
     """Tokens that cost as much as a step's fixed part, and its seconds; a stand-in without weights costs the host's
     work alone."""
     if not isinstance(model, torch.nn.Module):
         return roofline(0, 0)
     weights = list(model.parameters())
     num_bytes = sum(w.numel() * w.element_size() for w in weights)
-    has_bursts = ops.has_decoder(model.device.type, model.dtype, kv_dtype)
     return roofline(sum(w.numel() for w in weights), num_bytes, has_bursts)
 
 

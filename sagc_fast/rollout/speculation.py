@@ -37,7 +37,7 @@ from sagc_fast.rollout.drafts import NUM_LEVELS, Cursor, DraftIndex, HitRates
 from sagc_fast.rollout.recall import CompletionRecall
 from sagc_fast.rollout.rows import RowTable, Slots
 from sagc_fast.rollout.sequence import PromptGroup
-from sagc_fast.rollout.step_cost import StepCost
+from sagc_fast.rollout.step_cost import StepCost, plan_seconds
 
 MARGIN = 1.05
 """Drafts must make a token of output cheaper by this factor (ours): chances are estimates."""
@@ -76,13 +76,23 @@ class Speculation:
 
     ``auto`` learns what a token costs from the seconds that steps take, ``fixed`` goes by ``fixed_tokens`` (see
     :class:`StepCost`), so that the same call has the same steps on every machine; ``off`` drafts nothing.
-    ``recall_bytes`` above 0 keeps each prompt's completions for the next call that has it.
+    ``recall_bytes`` above 0 keeps each prompt's completions for the next call that has it. ``has_bursts``: native code
+    takes many steps at a time, which a look at the text cuts short.
     """
 
-    def __init__(self, mode: SpeculationMode, fixed_tokens: float, step_seconds: float, recall_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        mode: SpeculationMode,
+        fixed_tokens: float,
+        step_seconds: float,
+        recall_bytes: int = 0,
+        has_bursts: bool = False,
+    ) -> None:
         self.is_on = mode != "off"
         self.step_seconds, self.fixed_tokens = step_seconds, fixed_tokens
         """First estimates, which no clock changes: what a step costs at least, and how many tokens cost as much."""
+        self.plan_seconds = plan_seconds(has_bursts)
+        """What a look costs beside the reading: the plan that would not have been."""
         self.cost = StepCost(fixed_tokens, is_learnt=mode == "auto")
         self.recall = CompletionRecall(recall_bytes) if self.is_on and recall_bytes else None
 
@@ -136,7 +146,8 @@ class Speculator:
         self._recall = speculation.recall
         self._most_rows = most_rows(speculation.fixed_tokens, speculation.step_seconds)
         self._prior_token_seconds = speculation.step_seconds / speculation.fixed_tokens
-        self._looks_per_row = LOOK_SECONDS / (LOOK_SHARE * speculation.step_seconds)
+        self._plan_seconds = speculation.plan_seconds
+        self._spare_seconds = LOOK_SHARE * speculation.step_seconds  # of a step, for looks
         self._rates = HitRates()
         self._num_ended = 0
         self._tokens_of_ended = 0
@@ -208,7 +219,7 @@ class Speculator:
         if is_drafting:
             self._pause, self._next_pause = 0, 1
             return
-        longest = int(num_rows * self._looks_per_row)
+        longest = int((num_rows * LOOK_SECONDS + self._plan_seconds) / self._spare_seconds)
         if self._rates.is_promising:
             longest = min(longest, LONGEST_PAUSE)
         self._pause = longest if self._is_hopeless else min(self._next_pause, longest)

@@ -96,3 +96,8 @@ def roofline(num_parameters: int, num_bytes: int, has_bursts: bool = False) -> t
     step_seconds = (HOST_SECONDS_IN_BURSTS if has_bursts else HOST_SECONDS) + num_bytes / BYTES_PER_SECOND
     token_seconds = HOST_SECONDS_PER_TOKEN + 2 * num_parameters / OPERATIONS_PER_SECOND
     return step_seconds / token_seconds, step_seconds
+
+
+def plan_seconds(has_bursts: bool) -> float:
+    """What a plan adds to its steps where native code would have taken them among others; 0 where each has its own."""
+    return HOST_SECONDS - HOST_SECONDS_IN_BURSTS if has_bursts else 0.0
