@@ -60,14 +60,15 @@ def make_scheduler(num_waiting: int, num_rows: int) -> Scheduler:
 def one_step(scheduler: Scheduler, rng: np.random.Generator) -> int:
     """Plan, pretend to compute, retire; how many completions ended."""
     rows, plan = scheduler.rows, scheduler.schedule()
-    scheduler.commit(plan, np.zeros(plan.decode_slots.size, dtype=np.int64))
+    scheduler.commit(plan, np.ones(plan.decode_slots.size, dtype=np.int64))
     slots = plan.sample_slots
     if not slots.size:
         return 0
     zeros = np.zeros(slots.size, dtype=np.int64)
     rows.append(slots, plan.sample_offsets, zeros, zeros.astype(np.float32))
     is_over = (rng.random(slots.size) < 1 / MEAN_TOKENS) | (rows.num_output[slots] >= MOST_TOKENS)
-    return len(scheduler.finish(slots[is_over])) if is_over.any() else 0
+    ended = slots[is_over]
+    return len(scheduler.finish(ended, np.ones_like(ended))) if ended.size else 0
 
 
 def run(num_waiting: int, num_rows: int, num_steps: int) -> tuple[int, int, float]:

@@ -67,10 +67,10 @@ class Decoder {
   Decoder(std::vector<Tensor> weights, std::vector<Tensor> caches, int64_t num_heads, double eps);
   // The arrays of the row table that the steps of decode rows read, and the tables of angles; see op_decoder.cpp.
   void bind(std::vector<Tensor> rows, Tensor cos, Tensor sin);
-  // At most `most_steps` decode steps of the bound rows `slots`, up to the first step in which one of them is over, and no
-  // further once a quarter of a second has passed: tokens and log-probabilities, those of a row side by side, and the seconds
-  // in the model and in the draw.
-  std::tuple<Tensor, Tensor, double, double> steps(const Tensor& slots, int64_t most_steps);
+  // At most `most_steps` decode steps of the bound rows `slots`, without those that are over, up to the first step after which no
+  // more than `stop_at_rows` of them go on, and no further once a quarter of a second has passed: tokens and log-probabilities,
+  // those of a row side by side, and of each step the seconds in the model and in the draw [steps, 2].
+  std::tuple<Tensor, Tensor, Tensor> steps(const Tensor& slots, int64_t most_steps, int64_t stop_at_rows);
   Tensor forward(const Tensor& token_ids, const Tensor& cos, const Tensor& sin, const Tensor& cu_query,
                  const Tensor& context_lens, const Tensor& block_tables, const Tensor& share_group,
                  const Tensor& shared_blocks, const Tensor& wanted);
@@ -114,7 +114,7 @@ class Decoder {
   void pack_weights();
   void run(Step& step, int64_t num_angles, char* hidden);
   double draw(const Draw& d);  // returns the seconds in the language-model head
-  void gather(Burst& b, const int64_t* slots, int64_t most_steps) const;
+  void gather(Burst& b, const int64_t* slots, int64_t D, int64_t most_steps) const;
   void check_angles(const Tensor& cos, const Tensor& sin) const;
   void place_tokens(const Step& step, int64_t num_angles);
   void embed(const Step& step);

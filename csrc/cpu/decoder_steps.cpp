@@ -2,7 +2,8 @@
 //
 // A row's step needs its newest token, its position and its cache blocks; all but the blocks follow from the step before, and
 // the blocks have been reserved. The noise of a draw is keyed (philox.h), the end of a row is a token id or a length: nothing
-// in here has to ask the host, until a row is over and the host has another to put in its place.
+// in here has to ask the host. Rows that are over drop out and the others close ranks, until so few are left that the host may
+// have something else in mind: another row for the place, or drafts.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -132,90 +133,119 @@ void Decoder::bind(std::vector<Tensor> tensors, Tensor cos, Tensor sin) {
   bound_.push_back(cos), bound_.push_back(sin);
 }
 
+// The rows that go on, in order. What the kernels read stands in arrays without gaps.
 struct Decoder::Burst {
-  int64_t D;
+  struct Row {
+    int64_t place;  // among the slots that were passed
+    int64_t end_set, num_output, max_output;
+    uint64_t seed, prompt_id, sample_index;
+  };
+  std::vector<Row> rows;
   std::vector<int32_t> cu_query, context_lens, tables, share_group, shared_blocks;
-  std::vector<int64_t> newest, source, end_set, num_output, max_output;
-  std::vector<uint64_t> seed, prompt_id, sample_index;
-  std::vector<float> temperature;
+  std::vector<int64_t> newest, source;
+  std::vector<float> temperature, logprob;
   std::vector<double> uniform;
-  int64_t columns;
+  int64_t columns;  // of tables
+
+  int64_t size() const { return static_cast<int64_t>(rows.size()); }
+
+  // Row `from` at the place of row `to`, which may be itself.
+  void move_row(size_t from, size_t to) {
+    rows[to] = rows[from], temperature[to] = temperature[from];
+    newest[to] = newest[from], context_lens[to] = context_lens[from];
+    share_group[to] = share_group[from], shared_blocks[to] = shared_blocks[from];
+    const auto begin = tables.begin() + static_cast<int64_t>(from) * columns;
+    if (to < from) std::copy(begin, begin + columns, tables.begin() + static_cast<int64_t>(to) * columns);
+  }
 };
 
-// The rows of `slots` as arrays without gaps, checked for all of the steps.
-void Decoder::gather(Burst& b, const int64_t* slots, int64_t most_steps) const {
+// The rows of `slots`, checked for all of the steps.
+void Decoder::gather(Burst& b, const int64_t* slots, int64_t D, int64_t most_steps) const {
   const Rows& r = rows_;
-  const size_t D = static_cast<size_t>(b.D);
-  check_range(slots, b.D, r.capacity, "slot");
+  check_range(slots, D, r.capacity, "slot");
+  // A row's positions behind its last step.
+  auto length = [&](int64_t s) {
+    return r.num_computed[s] + std::min(most_steps, std::max<int64_t>(1, r.max_output[s] - r.num_output[s]));
+  };
   int64_t longest = 0;
-  for (size_t d = 0; d < D; d++) {
-    const int64_t s = slots[d], length = r.num_computed[s] + most_steps;
-    STD_TORCH_CHECK(r.num_computed[s] >= 0 && length <= std::min(r.num_angles, r.columns * block_size_), "slot ", s,
-                    " would reach ", length, " positions, beyond its table of blocks or the tables of angles");
-    longest = std::max(longest, length);
+  for (int64_t d = 0; d < D; d++) {
+    const int64_t s = slots[d];
+    STD_TORCH_CHECK(r.num_computed[s] >= 0 && length(s) <= std::min(r.num_angles, r.columns * block_size_), "slot ", s,
+                    " would reach ", length(s), " positions, beyond its table of blocks or the tables of angles");
+    longest = std::max(longest, length(s));
   }
   b.columns = (longest + block_size_ - 1) / block_size_;
-  b.tables.resize(D * static_cast<size_t>(b.columns));
-  for (size_t d = 0; d < D; d++) {
-    const int64_t s = slots[d], blocks = (r.num_computed[s] + most_steps + block_size_ - 1) / block_size_;
+  b.tables.resize(static_cast<size_t>(D * b.columns));
+  for (int64_t d = 0; d < D; d++) {
+    const int64_t s = slots[d], blocks = (length(s) + block_size_ - 1) / block_size_;
     const int32_t* table = r.block_tables + s * r.columns;
     for (int64_t i = 0; i < blocks; i++)
       STD_TORCH_CHECK(table[i] >= 0 && table[i] < num_blocks_, "slot ", s, " names block ", table[i], " of ", num_blocks_);
-    std::copy(table, table + b.columns, b.tables.begin() + static_cast<int64_t>(d) * b.columns);
+    std::copy(table, table + b.columns, b.tables.begin() + d * b.columns);
+    b.rows.push_back({d, r.end_set[s], r.num_output[s], r.max_output[s], static_cast<uint64_t>(r.seed[s]),
+                      static_cast<uint64_t>(r.prompt_id[s]), static_cast<uint64_t>(r.sample_index[s])});
     b.context_lens.push_back(static_cast<int32_t>(r.num_computed[s]) + 1);
     b.share_group.push_back(r.group_index[s]), b.shared_blocks.push_back(r.shared_blocks[s]);
-    b.newest.push_back(r.last_token[s]), b.end_set.push_back(r.end_set[s]);
-    b.num_output.push_back(r.num_output[s]), b.max_output.push_back(r.max_output[s]);
-    b.seed.push_back(static_cast<uint64_t>(r.seed[s])), b.prompt_id.push_back(static_cast<uint64_t>(r.prompt_id[s]));
-    b.sample_index.push_back(static_cast<uint64_t>(r.sample_index[s]));
-    b.temperature.push_back(r.temperature[s]);
+    b.newest.push_back(r.last_token[s]), b.temperature.push_back(r.temperature[s]);
+    STD_TORCH_CHECK(r.end_set[s] >= 0 && r.end_set[s] < r.num_sets, "slot ", s, " names set ", r.end_set[s],
+                    " of ending ids, of ", r.num_sets);
   }
-  check_range(b.newest.data(), b.D, V_, "token id");
-  check_range(b.end_set.data(), b.D, r.num_sets, "set of ending ids");
-  b.cu_query.resize(D + 1), b.source.resize(D), b.uniform.resize(D);
+  check_range(b.newest.data(), D, V_, "token id");
+  const size_t count = static_cast<size_t>(D);
+  b.cu_query.resize(count + 1), b.source.resize(count), b.uniform.resize(count), b.logprob.resize(count);
   std::iota(b.cu_query.begin(), b.cu_query.end(), 0);
   std::iota(b.source.begin(), b.source.end(), int64_t{0});
 }
 
-std::tuple<Tensor, Tensor, double, double> Decoder::steps(const Tensor& slots, int64_t most_steps) {
+std::tuple<Tensor, Tensor, Tensor> Decoder::steps(const Tensor& slots, int64_t most_steps, int64_t stop_at_rows) {
   STD_TORCH_CHECK(rows_.capacity > 0, "no rows are bound to the decoder");
-  STD_TORCH_CHECK(slots.numel() > 0 && most_steps > 0, "steps need at least one row and one step");
+  STD_TORCH_CHECK(slots.numel() > 0 && most_steps > 0 && stop_at_rows >= 0, "steps need at least one row and one step");
   Burst b{};
-  const int64_t D = b.D = slots.numel();
-  gather(b, int64_row(slots, "slots"), most_steps);
+  const int64_t D = slots.numel();
+  gather(b, int64_row(slots, "slots"), D, most_steps);
   std::vector<int64_t> tokens(static_cast<size_t>(D * most_steps));  // [steps, D]
   std::vector<float> logprobs(tokens.size());
-  double model_seconds = 0.0, draw_seconds = 0.0;
+  std::vector<double> seconds;  // [steps, 2]
   int64_t done = 0;
-  for (bool is_over = false; done < most_steps && !is_over && model_seconds + draw_seconds < kPatienceSeconds; done++) {
+  const Stopwatch all;
+  while (done < most_steps && (done == 0 || (b.size() > stop_at_rows && all.seconds() < kPatienceSeconds))) {
     const Stopwatch model;
     Step step{};
-    step.T = step.R = D;
-    step.token_ids = done == 0 ? b.newest.data() : tokens.data() + (done - 1) * D;
+    step.T = step.R = b.size();
+    step.token_ids = b.newest.data();
     step.cos = rows_.cos, step.sin = rows_.sin;
-    step.layout = {b.cu_query.data(),    b.context_lens.data(), b.tables.data(), b.share_group.data(),
-                   b.shared_blocks.data(), D,                     b.columns};
-    char* hidden = hidden_.get(D * E_ * item_);
+    step.layout = {b.cu_query.data(),      b.context_lens.data(), b.tables.data(), b.share_group.data(),
+                   b.shared_blocks.data(), b.size(),              b.columns};
+    char* hidden = hidden_.get(b.size() * E_ * item_);
     run(step, rows_.num_angles, hidden);
-    model_seconds += model.seconds();
+    const double model_seconds = model.seconds();
 
     const Stopwatch drawing;
-    for (int64_t d = 0; d < D; d++)
-      b.uniform[d] = keyed_uniform(b.seed[d], b.prompt_id[d], static_cast<uint32_t>(b.sample_index[d]),
-                                   static_cast<uint32_t>(b.num_output[d] + done));
-    int64_t* token = tokens.data() + done * D;
-    const double head_seconds =
-        draw({hidden, b.source.data(), D, b.uniform.data(), b.temperature.data(), token, logprobs.data() + done * D});
-    for (int64_t d = 0; d < D; d++) {
-      const int64_t* ids = rows_.end_ids + b.end_set[d] * rows_.ids_per_set;
-      const bool is_last = b.num_output[d] + done + 1 >= b.max_output[d];
-      is_over |= is_last || std::find(ids, ids + rows_.ids_per_set, token[d]) != ids + rows_.ids_per_set;
-      b.context_lens[d]++;
+    for (size_t d = 0; d < b.rows.size(); d++) {
+      const Burst::Row& row = b.rows[d];
+      b.uniform[d] = keyed_uniform(row.seed, row.prompt_id, static_cast<uint32_t>(row.sample_index),
+                                   static_cast<uint32_t>(row.num_output));
     }
-    model_seconds += head_seconds, draw_seconds += drawing.seconds() - head_seconds;
+    const double head_seconds =
+        draw({hidden, b.source.data(), b.size(), b.uniform.data(), b.temperature.data(), b.newest.data(), b.logprob.data()});
+    seconds.insert(seconds.end(), {model_seconds + head_seconds, drawing.seconds() - head_seconds});
+    size_t kept = 0;
+    for (size_t d = 0; d < b.rows.size(); d++) {
+      Burst::Row& row = b.rows[d];
+      const size_t at = static_cast<size_t>(done * D + row.place);
+      tokens[at] = b.newest[d], logprobs[at] = b.logprob[d];
+      row.num_output++, b.context_lens[d]++;
+      const int64_t* ids = rows_.end_ids + row.end_set * rows_.ids_per_set;
+      const bool is_over = row.num_output >= row.max_output ||
+                           std::find(ids, ids + rows_.ids_per_set, b.newest[d]) != ids + rows_.ids_per_set;
+      if (!is_over) b.move_row(d, kept++);
+    }
+    b.rows.resize(kept);
+    done++;
   }
 
   Tensor token = empty({D * done}, ScalarType::Long), logprob = empty({D * done}, ScalarType::Float);
+  Tensor spent = empty({done, 2}, ScalarType::Double);
   auto* token_out = static_cast<int64_t*>(token.mutable_data_ptr());
   auto* logprob_out = static_cast<float*>(logprob.mutable_data_ptr());
   for (int64_t d = 0; d < D; d++)
@@ -223,7 +253,8 @@ std::tuple<Tensor, Tensor, double, double> Decoder::steps(const Tensor& slots, i
       token_out[d * done + i] = tokens[static_cast<size_t>(i * D + d)];
       logprob_out[d * done + i] = logprobs[static_cast<size_t>(i * D + d)];
     }
-  return {token, logprob, model_seconds, draw_seconds};
+  std::copy(seconds.begin(), seconds.end(), static_cast<double*>(spent.mutable_data_ptr()));
+  return {token, logprob, spent};
 }
 
 }  // namespace sagc

@@ -59,8 +59,8 @@ void decoder_bind(int64_t handle, std::vector<Tensor> rows, Tensor cos, Tensor s
   find(handle)->bind(std::move(rows), std::move(cos), std::move(sin));
 }
 
-std::tuple<Tensor, Tensor, double, double> decoder_steps(int64_t handle, const Tensor& slots, int64_t most_steps) {
-  return find(handle)->steps(slots, most_steps);
+std::tuple<Tensor, Tensor, Tensor> decoder_steps(int64_t handle, const Tensor& slots, int64_t most_steps, int64_t stop_at_rows) {
+  return find(handle)->steps(slots, most_steps, stop_at_rows);
 }
 
 Tensor keyed_uniforms(const Tensor& seed, const Tensor& prompt_id, const Tensor& sample_index, const Tensor& position) {
@@ -87,7 +87,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sagc_fast, m) {
   m.def(
       "decoder_sample(int handle, Tensor hidden, Tensor index, Tensor uniform, Tensor temperature) -> (Tensor, Tensor, float)");
   m.def("decoder_bind(int handle, Tensor[] rows, Tensor cos, Tensor sin) -> ()");
-  m.def("decoder_steps(int handle, Tensor slots, int most_steps) -> (Tensor, Tensor, float, float)");
+  m.def("decoder_steps(int handle, Tensor slots, int most_steps, int stop_at_rows) -> (Tensor, Tensor, Tensor)");
   m.def("keyed_uniforms(Tensor seed, Tensor prompt_id, Tensor sample_index, Tensor position) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(sagc_fast, CompositeExplicitAutograd, m) { m.impl("decoder_free", TORCH_BOX(&decoder_free)); }

@@ -128,16 +128,20 @@ class Decoder:
         columns = [getattr(rows, name) for name in BoundRows.__dataclass_fields__]
         self._native.decoder_bind(self._handle, columns, cos_PD2, sin_PD2)
 
-    def steps(self, slots_D: torch.Tensor, most_steps: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        """N decode steps of these rows, each feeding on the tokens of the one before; the row table is only read.
-        N is ``most_steps``, or less: nothing follows the first step in which a row is over, by an ending id or its
-        length cap, nor a quarter of a second.
+    def steps(
+        self, slots_D: torch.Tensor, most_steps: int, stop_at_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """N decode steps of these rows, each feeding on the tokens of the one before; the row table is only read. A row
+        that is over, by an ending id or its length cap, takes no part in the steps behind. N is ``most_steps``, or
+        less: nothing follows the first step after which no more than ``stop_at_rows`` rows go on, nor a quarter of a
+        second.
 
-        Returns tokens (int64 [D x N], those of a row side by side), their log-probs (fp32), the seconds of forward
-        passes and language-model head, and those of the draw. The cache holds the keys and values of what was fed.
-        Blocks for ``most_steps`` tokens must be in the tables. No filters: all that counts is a row's temperature.
+        Returns tokens (int64 [D x N], those of a row side by side, 0 behind its end), their log-probs (fp32), and the
+        seconds of each step's forward pass with the language-model head, and of its draw (float64 [N, 2]). The cache
+        holds the keys and values of what was fed. Blocks for ``most_steps`` tokens, or for as many as a row has left,
+        must be in the tables. No filters: all that counts is a row's temperature.
         """
-        return self._native.decoder_steps(self._handle, slots_D, most_steps)
+        return self._native.decoder_steps(self._handle, slots_D, most_steps, stop_at_rows)
 
 
 def has_decoder(device_type: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:

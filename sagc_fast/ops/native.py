@@ -194,9 +194,9 @@ def decoder_bind(handle: int, rows: list[torch.Tensor], cos_PD2: torch.Tensor, s
 
 
 def decoder_steps(
-    handle: int, slots_D: torch.Tensor, most_steps: int
-) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    return _ops.decoder_steps.default(handle, slots_D, most_steps)
+    handle: int, slots_D: torch.Tensor, most_steps: int, stop_at_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _ops.decoder_steps.default(handle, slots_D, most_steps, stop_at_rows)
 
 
 def keyed_uniforms(

@@ -32,7 +32,7 @@ SCHEMAS = {
     "decoder_sample": "(int handle, Tensor hidden, Tensor index, Tensor uniform, Tensor temperature) -> "
     "(Tensor, Tensor, float)",
     "decoder_bind": "(int handle, Tensor[] rows, Tensor cos, Tensor sin) -> ()",
-    "decoder_steps": "(int handle, Tensor slots, int most_steps) -> (Tensor, Tensor, float, float)",
+    "decoder_steps": "(int handle, Tensor slots, int most_steps, int stop_at_rows) -> (Tensor, Tensor, Tensor)",
     "rotary_split": "(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads) -> (Tensor, Tensor, Tensor)",
     "rotary_merge": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin) -> Tensor",
     "rms_norm_backward": "(Tensor grad_y, Tensor x, Tensor weight, float eps, Tensor? grad_sum) -> (Tensor, Tensor)",

@@ -42,8 +42,9 @@ class BlockManager:
             self.note_peak()
         return taken
 
-    def note_peak(self) -> None:
-        self.peak_used = max(self.peak_used, self.num_used)
+    def note_peak(self, num_unreached: int = 0) -> None:
+        """Count the blocks in use, less so many that are reserved for steps that come later."""
+        self.peak_used = max(self.peak_used, self.num_used - num_unreached)
 
     def share(self, blocks: BlockIds) -> None:
         """One more owner for each of these blocks (distinct ids, as in a block table)."""

@@ -96,6 +96,7 @@ class Call:
             settings.max_batch_tokens,
             Speculator(self._rows, speculation) if speculation.is_on else None,
             self._runner.max_steps,
+            self._runner.closes_ranks,
         )
         for group in self._sequence_groups:
             queue.add(group)
@@ -137,9 +138,11 @@ class Call:
         if not (plan.sample_slots.size or plan.chunks):
             raise RuntimeError("The rollout scheduler has work and planned none; this is a bug in sagc_fast.")
         result = self._runner.run(plan)
+        is_burst = result.num_steps > 1
         num_hits = num_accepted(plan.drafts, result.tokens[: plan.num_decode_tokens])
-        scheduler.commit(plan, num_hits, result.num_steps, result.num_ahead)
         drawn = self._up_to_ends(*_that_count(plan, result, num_hits))
+        num_new = _tokens_per_row(drawn.offsets) if is_burst else 1 + num_hits
+        scheduler.commit(plan, num_new, result.num_steps, result.num_ahead)
         slots = drawn.slots
         is_short_of_blocks = plan.is_awaited and rows.num_free > 0
         if slots.size:
@@ -150,9 +153,8 @@ class Call:
             if plan.drafts.tokens.size and not is_short_of_blocks:
                 for slot in slots[drawn.offsets > 0].tolist():
                     rows.sequences[slot].num_steps_ahead += 1
-        is_burst = result.num_steps > 1  # else offsets are places in a draft
-        last_steps = first_step + drawn.offsets * is_burst
-        complete = self._retire(drawn, last_steps) if drawn.is_over.any() else []
+        steps = drawn.offsets * is_burst  # without a burst offsets are places in a draft
+        complete = self._retire(drawn, steps, first_step) if drawn.is_over.any() else []
         self._record(plan, result, drawn, is_short_of_blocks, seconds=thread_time() - started)
         return complete
 
@@ -181,14 +183,17 @@ class Call:
         first_of_row = np.arange(slots.size) - offsets
         return drawn.only(ends_before == ends_before[first_of_row])
 
-    def _retire(self, drawn: Drawn, steps: NDArray[np.int64]) -> list[Group]:
-        """Take out the rows that are over; the groups that this completes."""
+    def _retire(self, drawn: Drawn, steps: NDArray[np.int64], first_step: int) -> list[Group]:
+        """Take out the rows that are over, step by step; the groups that this completes."""
         complete = []
         over = np.flatnonzero(drawn.is_over)
-        for row, sequence in zip(over.tolist(), self._scheduler.finish(drawn.slots[over]), strict=True):
+        over = over[np.argsort(steps[over], kind="stable")]
+        steps = steps[over]
+        sequences = self._scheduler.finish(drawn.slots[over], steps + 1)
+        for row, step, sequence in zip(over.tolist(), steps.tolist(), sequences, strict=True):
             group = sequence.group
             is_stopped, is_matched = bool(drawn.is_stopped[row]), bool(drawn.is_matched[row])
-            completion = self._completion(sequence, int(steps[row]), is_stopped, is_matched)
+            completion = self._completion(sequence, first_step + step, is_stopped, is_matched)
             self._recorder.add_end(completion.first_step, completion.last_step, sequence.num_steps_ahead)
             group.completions[sequence.sample_index] = completion
             if len(group.completions) == len(group.sequences):
@@ -213,9 +218,12 @@ class Call:
             self._recorder.add_drafts(num_drafted, drawn.slots.size - num_rows, num_rows, is_short_of_blocks, cost)
         if num_drafted and not plan.chunks:
             cost.observe_drafts(plan.num_decode_tokens, num_rows, seconds)
+        elif result.num_steps > 1:
+            shares = result.shares_of_steps or (1 / result.num_steps,) * result.num_steps
+            for step, step_rows in enumerate(active_rows):
+                cost.observe(step_rows, seconds * shares[step])
         elif not plan.chunks:
-            for _ in range(result.num_steps):
-                cost.observe(plan.num_decode_tokens, seconds / result.num_steps)
+            cost.observe(plan.num_decode_tokens, seconds)
 
     # ---- records -------------------------------------------------------------------------------------------------
 
@@ -279,3 +287,8 @@ def _that_count(plan: StepPlan, result: StepResult, num_hits: NDArray[np.int64])
     num_decode = plan.num_decode_tokens
     is_counted[:num_decode] = plan.sample_offsets[:num_decode] <= np.repeat(num_hits, plan.drafts.lengths + 1)
     return tuple(column[is_counted] for column in drawn)
+
+
+def _tokens_per_row(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many tokens each row of a burst drew; those of a row stand side by side, ``offsets`` rising from 0."""
+    return np.diff(np.flatnonzero(offsets == 0), append=offsets.size)

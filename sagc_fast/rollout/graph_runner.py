@@ -109,8 +109,8 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Execute the plan, or as many of its steps as one burst has. ``must_stop_at_end`` is kept to the burst: rows
-        that are over meanwhile stand still."""
+        """Execute the plan, or as many of its steps as one burst has. ``stop_at_rows`` is kept to the burst: rows that
+        are over meanwhile stand still."""
         if not plan.is_decode_only:
             return self._run_eagerly(plan)
         chain, places = self._chain_for(plan)

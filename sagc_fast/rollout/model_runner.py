@@ -35,7 +35,7 @@ class StepResult:
     num_steps: int
     """At least 1, at most the plan's."""
     tokens: NDArray[np.int64]
-    """In the order of ``plan.samples_of(num_steps)``."""
+    """In the order of ``plan.samples_of(num_steps)``. What stands behind a row's end says nothing."""
     logprobs: NDArray[np.float32]
     num_decode_tokens: int
     num_prefill_tokens: int
@@ -45,6 +45,8 @@ class StepResult:
     sample_seconds: float
     num_ahead: int = 0
     """Steps that are under way behind these for the next plan to take up; their blocks are kept for it."""
+    shares_of_steps: tuple[float, ...] = ()
+    """Of several steps, the share of the time that each took; empty: the same."""
 
 
 class ModelRunner:
@@ -52,6 +54,8 @@ class ModelRunner:
 
     max_steps = 1
     """Most steps of a plan that are worth asking for."""
+    closes_ranks = False
+    """Whether it goes on without rows that are over, so that a plan may have more steps than some row has left."""
 
     def __init__(self, model: Any, kv: KVCache, rows: RowTable, ends: EndTable) -> None:
         self._model = model
@@ -62,6 +66,7 @@ class ModelRunner:
         self._sampler = Sampler(model, rows, self._decoder)
         if self._decoder is not None:
             self.max_steps = MOST_STEPS
+            self.closes_ranks = True
             longest = min(rows.block_tables.shape[1] * kv.block_size, model.config.max_position_embeddings)
             self._decoder.bind(_bound(rows, ends), *model.rope(longest))
 
@@ -104,11 +109,12 @@ class ModelRunner:
         if plan.copy_sources.size:
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
         copied = perf_counter()
-        tokens, logprobs, model_seconds, sample_seconds = decoder.steps(
-            torch.from_numpy(plan.decode_slots), plan.num_steps
+        tokens, logprobs, seconds = decoder.steps(
+            torch.from_numpy(plan.decode_slots), plan.num_steps, plan.stop_at_rows
         )
+        model_seconds, sample_seconds = seconds.sum(0).tolist()
         return StepResult(
-            num_steps=len(tokens) // plan.decode_slots.size,
+            num_steps=len(seconds),
             tokens=tokens.numpy(),
             logprobs=logprobs.numpy(),
             num_decode_tokens=len(tokens),
@@ -116,6 +122,7 @@ class ModelRunner:
             num_recomputed_tokens=0,
             model_seconds=copied - started + model_seconds,
             sample_seconds=sample_seconds,
+            shares_of_steps=tuple((seconds.sum(1) / seconds.sum()).tolist()) if len(seconds) > 1 else (),
         )
 
     @ranged("forward")

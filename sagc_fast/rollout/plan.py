@@ -50,11 +50,11 @@ class StepPlan:
     """How many places behind its row's next token each one stands: 0, or the number of drafts before it."""
     num_steps: int = 1
     """How often the runner may run the decode rows, each step feeding on the tokens of the one before. Above 1: there
-    is nothing but decode rows, without drafts, filters and stop strings; the blocks of all these steps are in the block
-    tables; no row reaches its length cap before the last one."""
-    must_stop_at_end: bool = True
-    """Whether the runner has to return behind the first step in which a row is over. Else it may go on (the tokens of a
-    row that is over are dropped): nobody waits for the row."""
+    is nothing but decode rows, without drafts, filters and stop strings; the blocks of all these steps, up to each
+    row's length cap, are in the block tables."""
+    stop_at_rows: int = 0
+    """The runner has to return behind the first step after which no more than so many rows go on: with one fewer than
+    there are, behind the first in which one is over. It goes on without the others, or drops what they draw."""
     is_awaited: bool = False
     """Whether somebody waits for a row or for blocks, so that the plan behind a row's end is another one."""
 

@@ -17,7 +17,8 @@ that fails, idle prompts of other groups go as well, the one idle for longest fi
 Bursts. A plan may ask for several steps at once (``num_steps``) where planning each of them would change nothing: only
 decode rows, nothing to prefill or recompute, no drafts until then, no row whose end the host must find, free blocks.
 Whoever waits for a row or for blocks could not start before a row ends, as free blocks only become fewer until then; so
-the runner returns behind the first step in which one does, and tokens and statistics are those of single steps.
+the runner returns behind the first step in which one does. Where nobody waits it goes on with the rows that are left,
+until so few are left that drafts may begin. Tokens and statistics are those of single steps.
 
 A plan costs O(admitted rows), most of it in whole-array operations; completions that wait cost nothing.
 """
@@ -25,6 +26,8 @@ A plan costs O(admitted rows), most of it in whole-array operations; completions
 from __future__ import annotations
 
 import heapq
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +47,8 @@ class Scheduler:
 
     Call :meth:`schedule`, run the plan, :meth:`commit` it, record the sampled tokens in ``rows``, then :meth:`finish`
     the sequences that end. ``blocks`` must be able to hold the longest sequence alone (the engine checks it before).
-    Without a ``speculator`` nothing is drafted. ``max_steps`` bounds the steps of a plan.
+    Without a ``speculator`` nothing is drafted. ``max_steps`` bounds the steps of a plan; ``closes_ranks``: its runner
+    goes on without rows that are over, so that it may be asked for more steps than some row has left.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Scheduler:
         max_batch_tokens: int,
         speculator: Speculator | None = None,
         max_steps: int = 1,
+        closes_ranks: bool = False,
     ) -> None:
         if rows.capacity > max_batch_tokens:
             raise ValueError(f"{rows.capacity} rows do not fit in steps of max_batch_tokens={max_batch_tokens}.")
@@ -67,6 +72,9 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.speculator = speculator
         self.max_steps = max_steps
+        self.closes_ranks = closes_ranks
+        self._num_new = np.zeros(rows.capacity, dtype=np.int64)
+        """Tokens that each decode row of the last plan got into the cache."""
         self.num_preemptions = 0
         self._sent_back: list[tuple[int, Sequence]] = []
         self._prefilling: list[PromptGroup] = []
@@ -118,20 +126,21 @@ class Scheduler:
             sample_slots=sample_slots,
             sample_offsets=sample_offsets,
             num_steps=num_steps,
-            must_stop_at_end=num_steps == 1 or self._must_stop_at_end(),
+            stop_at_rows=self._rows_to_stop_at(),
             is_awaited=self._is_awaited,
         )
 
-    def commit(self, plan: StepPlan, num_accepted: NDArray[np.int64], num_steps: int = 1, num_ahead: int = 0) -> None:
-        """``num_steps`` of the plan's steps are done, their tokens are in the cache, and the first ``num_accepted`` [D]
-        drafts of each decode row are its next tokens; rows that sample their next token become decode rows. The blocks
-        of ``num_ahead`` steps more are kept in the tables: the runner is at them."""
+    def commit(self, plan: StepPlan, num_new: NDArray[np.int64], num_steps: int = 1, num_ahead: int = 0) -> None:
+        """``num_steps`` of the plan's steps are done. Each decode row has ``num_new`` [D] tokens more in the cache: one
+        and its accepted drafts, or those of a burst's steps up to its end; rows that sample their next token become
+        decode rows. The blocks of ``num_ahead`` steps more are kept in the tables: the runner is at them."""
         rows = self.rows
-        rows.num_computed[plan.decode_slots] += num_steps + num_accepted
+        rows.num_computed[plan.decode_slots] += num_new
+        self._num_new[plan.decode_slots] = num_new
         if plan.drafts.tokens.size:
-            self.tables.release_unused(plan.decode_slots[plan.drafts.lengths > num_accepted])
+            self.tables.release_unused(plan.decode_slots[plan.drafts.lengths >= num_new])
         if plan.num_steps > 1:
-            self._commit_burst(plan, num_steps, num_ahead)
+            self._commit_burst(plan, num_new, num_steps, num_ahead)
         for chunk in plan.chunks:
             if chunk.sequence is None:
                 self._commit_prompt_chunk(chunk)
@@ -144,23 +153,30 @@ class Scheduler:
         if joining.size:
             rows.start_decoding(joining)
 
-    def finish(self, slots: Slots) -> list[Sequence]:
-        """These decode rows have ended: free their rows and blocks; returns their sequences, outputs filled in."""
+    def finish(self, slots: Slots, num_steps: NDArray[np.int64]) -> list[Sequence]:
+        """These decode rows have ended: free their rows and blocks; returns their sequences, outputs filled in.
+        ``num_steps`` [slots], not falling: with which step of the plan each ended, from 1."""
         finished = []
-        self.rows.stop_decoding(slots)
-        for slot in slots.tolist():
-            sequence = self.rows.sequences[slot]
-            assert sequence is not None
-            group = sequence.group
-            self.blocks.release(self.rows.detach(slot))
-            group.num_finished += 1
-            group.finished_tokens += sequence.num_output
-            if self.speculator is not None:
-                self.speculator.note_finished(sequence.num_output, sequence.max_output)
-            self._leave(group)
-            self.queue.note_finished(group, sequence.num_output)
-            finished.append(sequence)
+        for num_done, run in groupby(zip(num_steps.tolist(), slots.tolist(), strict=True), key=itemgetter(0)):
+            self._note_peak(num_done)
+            leaving = [slot for _, slot in run]
+            self.rows.stop_decoding(np.array(leaving))
+            finished += [self._finish(slot) for slot in leaving]
+        self.blocks.note_peak()
         return finished
+
+    def _finish(self, slot: int) -> Sequence:
+        sequence = self.rows.sequences[slot]
+        assert sequence is not None
+        group = sequence.group
+        self.blocks.release(self.rows.detach(slot))
+        group.num_finished += 1
+        group.finished_tokens += sequence.num_output
+        if self.speculator is not None:
+            self.speculator.note_finished(sequence.num_output, sequence.max_output)
+        self._leave(group)
+        self.queue.note_finished(group, sequence.num_output)
+        return sequence
 
     # ---- drafts --------------------------------------------------------------------------------------------------
 
@@ -190,34 +206,49 @@ class Scheduler:
             num_steps = min(num_steps, 1 + num_quiet)
         if num_steps == 1 or not slots.size or rows.needs_host[slots].any():
             return 1
-        num_steps = min(num_steps, int((rows.max_output[slots] - rows.num_output[slots]).min()))
+        num_left = rows.max_output[slots] - rows.num_output[slots]
+        # By their caps alone so many rows go on up to the end of the last step.
+        num_going = 1 + (self._rows_to_stop_at() if self.closes_ranks else slots.size - 1)
+        num_steps = min(num_steps, int(np.partition(num_left, slots.size - num_going)[slots.size - num_going]))
         while num_steps > 1:
-            num_missing = self.tables.num_missing(slots, num_steps)
+            num_missing = self.tables.num_missing(slots, np.minimum(num_left, num_steps))
             if num_missing.sum() <= self.blocks.num_free:
                 self.tables.extend(slots, num_missing, is_reserve=True)
                 return num_steps
             num_steps //= 2
         return 1
 
-    def _must_stop_at_end(self) -> bool:
-        """Whether the next plan could differ as soon as a row is over: it goes to who waits, or drafts begin."""
+    def _rows_to_stop_at(self) -> int:
+        """With how many rows left the next plan could be another one: their places go to who waits, or drafts begin."""
+        num_rows = self.rows.decode_slots.size
         if self._is_awaited:
-            return True
-        return self.speculator is not None and self._num_quiet_steps() is None
+            return max(0, num_rows - 1)
+        if self.speculator is None or self._num_quiet_steps() is not None:
+            return 0
+        return max(0, min(num_rows, self.max_batch_tokens, self.speculator.most_rows + 1) - 1)
 
     def _num_quiet_steps(self) -> int | None:
-        """For how many steps more the speculator would propose nothing; None: until a row ends."""
+        """For how many steps more the speculator would propose nothing; None: until fewer rows are left."""
         num_rows = self.rows.decode_slots.size
         if self.speculator is None or num_rows >= self.max_batch_tokens:
             return None
         return self.speculator.num_quiet_steps(num_rows)
 
-    def _commit_burst(self, plan: StepPlan, num_steps: int, num_ahead: int) -> None:
+    def _commit_burst(self, plan: StepPlan, num_new: NDArray[np.int64], num_steps: int, num_ahead: int) -> None:
         if num_steps + num_ahead < plan.num_steps:
             self.tables.release_unused(plan.decode_slots, num_ahead)
-        self.blocks.note_peak()
+        if (num_new == num_steps).all():  # else :meth:`finish` does it, as rows go
+            self.blocks.note_peak()
         if self.speculator is not None and self._num_quiet_steps() is not None:
             self.speculator.skip(num_steps - 1)
+
+    def _note_peak(self, num_done: int) -> None:
+        """Count the blocks that the decode rows, all still going, held behind ``num_done`` steps of the burst."""
+        if self.blocks.num_used <= self.blocks.peak_used:
+            return
+        slots = self.rows.decode_slots
+        num_later = self._num_new[slots] - num_done
+        self.blocks.note_peak(num_unreached=self.tables.num_blocks_of_last(slots, num_later))
 
     # ---- memory --------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Speculator:
         """Drafts for the decode rows ``slots``: at most ``most`` [D] tokens each, ``budget`` together. ``is_awaited``:
         others wait for these rows."""
         num_rows = slots.size
-        if not num_rows or not self._is_tail(num_rows):
+        if not num_rows or num_rows > self.most_rows:
             return no_drafts(num_rows)
         if self._pause:
             self._pause -= 1
@@ -207,8 +207,10 @@ class Speculator:
         token_seconds = self._cost.seconds_per_token if is_learnt else self._prior_token_seconds
         return self._cost.draft_seconds(num_rows) / token_seconds
 
-    def _is_tail(self, num_rows: int) -> bool:
-        return num_rows <= min(self._most_rows, self._cost.fixed_tokens)
+    @property
+    def most_rows(self) -> int:
+        """With more rows than these nothing is drafted or looked at."""
+        return int(min(self._most_rows, self._cost.fixed_tokens))
 
     @property
     def _is_hopeless(self) -> bool:
@@ -228,7 +230,7 @@ class Speculator:
     def num_quiet_steps(self, num_rows: int) -> int | None:
         """For how many steps with these rows :meth:`propose` is sure to propose nothing, so that it need not be asked
         (see :meth:`skip`); None: as long as there are so many rows."""
-        return self._pause if self._is_tail(num_rows) else None
+        return self._pause if num_rows <= self.most_rows else None
 
     def skip(self, num_steps: int) -> None:
         """So many of these steps are done, and :meth:`propose` has not been asked."""

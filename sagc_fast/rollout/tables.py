@@ -86,6 +86,11 @@ class BlockTables:
             self.blocks.release(rows.block_tables[slot, kept : rows.num_blocks[slot]])
             rows.num_blocks[slot] = kept
 
+    def num_blocks_of_last(self, slots: Slots, num_tokens: NDArray[np.int64]) -> int:
+        """Blocks that these rows hold for their last ``num_tokens`` [slots] computed tokens alone, or for none."""
+        num_used = -(-(self.rows.num_computed[slots] - num_tokens) // self.block_size)
+        return int(np.maximum(self.rows.num_blocks[slots] - num_used, 0).sum())
+
     def _count_copies(self, shared_blocks: NDArray[np.int32]) -> int:
         """Copies that these writers need; where they are a block's only owners, the last one keeps the original."""
         distinct, num_writers = np.unique(shared_blocks, return_counts=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sagc_fast.rollout import call
 from sagc_fast.rollout.block_manager import BlockManager
 from sagc_fast.rollout.model_runner import ModelRunner, StepResult
+from sagc_fast.rollout.speculation import no_drafts
 from sagc_fast.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("tiny_models_draft")
@@ -24,39 +25,53 @@ class SteppingRunner(ModelRunner):
     """The reference of a burst: its steps one by one through the row table, which is put back afterwards."""
 
     max_steps = 6
-    goes_on = False
-    """Whether it takes the plan's word that it need not stop when a row is over."""
+    stops_at_end = True
+    """Whether it returns at the first end of a row; else at the plan's word, without or with the rows that are over."""
+    closes_ranks = True
     bursts = ()
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.max_steps, self.closes_ranks = type(self).max_steps, type(self).closes_ranks
+
     def run(self, plan):
+        if plan.num_steps == 1:
+            return super().run(plan)
         rows, slots = self._rows, plan.decode_slots
         names = ("num_computed", "num_output", "length", "last_token")
         before = {name: getattr(rows, name).copy() for name in names}
-        results = []
-        while len(results) < plan.num_steps:
-            results.append(super().run(replace(plan, num_steps=1)))
+        is_live, results = np.ones(slots.size, dtype=bool), []
+        tokens, logprobs = np.zeros((2, slots.size, plan.num_steps))
+        while len(results) < plan.num_steps and (self.stops_at_end is False or is_live.all() or not results):
+            is_run = is_live if self.closes_ranks else np.ones_like(is_live)
+            step = replace(plan, num_steps=1, decode_slots=slots[is_run], sample_slots=slots[is_run])
+            step = replace(
+                step, sample_offsets=np.zeros_like(step.decode_slots), drafts=no_drafts(step.decode_slots.size)
+            )
+            result = super().run(step)
             plan = replace(plan, copy_sources=plan.copy_sources[:0], copy_targets=plan.copy_targets[:0])
-            if plan.num_steps == 1:
-                return results[0]
-            rows.num_computed[slots] += 1
-            rows.append(slots, np.zeros_like(slots), results[-1].tokens, results[-1].logprobs)
-            is_over = self._ends.is_end(results[-1].tokens, rows.end_set[slots])
-            is_over |= rows.num_output[slots] >= rows.max_output[slots]
-            if is_over.any() and (plan.must_stop_at_end or not self.goes_on):
+            tokens[is_run, len(results)], logprobs[is_run, len(results)] = result.tokens, result.logprobs
+            rows.num_computed[slots[is_run]] += 1
+            rows.append(slots[is_run], step.sample_offsets, result.tokens, result.logprobs)
+            is_over = self._ends.is_end(result.tokens, rows.end_set[slots[is_run]])
+            is_live[is_run] &= ~is_over & (rows.num_output[slots[is_run]] < rows.max_output[slots[is_run]])
+            results.append(result)
+            if is_live.sum() <= plan.stop_at_rows:
                 break
         for name in names:
             getattr(rows, name)[:] = before[name]
         self.bursts.append((plan.num_steps, len(results)))
         return StepResult(
             len(results),
-            *(np.stack([getattr(r, name) for r in results], 1).reshape(-1) for name in ("tokens", "logprobs")),
-            *(sum(getattr(r, name) for r in results) for name in StepResult.__slots__[3:]),
+            tokens[:, : len(results)].astype(np.int64).reshape(-1),
+            logprobs[:, : len(results)].astype(np.float32).reshape(-1),
+            *(sum(getattr(r, name) for r in results) for name in StepResult.__slots__[3:-1]),
         )
 
 
 @pytest.fixture
 def generate(monkeypatch, helpers, engine_with_blocks):
-    """``generate(case, max_steps, goes_on)``: outcome, all counts and steps of the call, and its bursts."""
+    """``generate(case, max_steps, ...)``: outcome, all counts and steps of the call, and its bursts."""
     managers = []
 
     class Recorded(BlockManager):
@@ -67,9 +82,10 @@ def generate(monkeypatch, helpers, engine_with_blocks):
     monkeypatch.setattr(call, "BlockManager", Recorded)
     monkeypatch.setattr(call, "ModelRunner", SteppingRunner)
 
-    def run(case, max_steps, goes_on=False):
+    def run(case, max_steps, stops_at_end=True, closes_ranks=True):
         monkeypatch.setattr(SteppingRunner, "max_steps", max_steps)
-        monkeypatch.setattr(SteppingRunner, "goes_on", goes_on)
+        monkeypatch.setattr(SteppingRunner, "stops_at_end", stops_at_end)
+        monkeypatch.setattr(SteppingRunner, "closes_ranks", closes_ranks)
         monkeypatch.setattr(SteppingRunner, "bursts", [])
         model = helpers.Model(CONTEXT, *case["model"])
         engine = engine_with_blocks(
@@ -123,12 +139,10 @@ def calls(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_bursts_change_no_token_no_count_and_no_step(case, max_steps, generate):
-    expected = generate(case, 1)
-    assert generate(case, max_steps)[:3] == expected[:3]
-    outcome, counts, steps, _ = generate(case, max_steps, goes_on=True)
-    for one in (counts, expected[1]):
-        del one["kv_blocks_peak"]  # blocks of rows that are over are held until the burst ends
-    assert (outcome, counts, steps) == expected[:3]
+    expected = generate(case, 1)[:3]
+    assert generate(case, max_steps)[:3] == expected
+    assert generate(case, max_steps, stops_at_end=False)[:3] == expected
+    assert generate(case, max_steps, stops_at_end=False, closes_ranks=False)[:3] == expected
 
 
 CASE = {
@@ -148,7 +162,19 @@ CASE = {
 
 
 def test_a_burst_ends_with_the_first_row_and_else_runs_on(generate):
-    assert generate(CASE, 8)[3] == [(2, 2), (6, 6), (8, 8), (8, 8), (5, 5)]
+    assert generate(CASE, 8, closes_ranks=False)[3] == [(2, 2), (6, 6), (8, 8), (8, 8), (5, 5)]
+
+
+def test_a_burst_goes_on_without_the_rows_that_are_over(generate):
+    assert generate(CASE, 8, stops_at_end=False)[3] == [(8, 8), (8, 8), (8, 8), (5, 5)]
+
+
+def test_a_burst_ends_with_the_row_for_which_somebody_waits(generate):
+    """A seventh completion waits for one of six rows until the first of them ends."""
+    params = [[*CASE["params"][0], SamplingParams(max_new_tokens=20, ignore_eos=True)], CASE["params"][1]]
+    bursts = generate({**CASE, "params": params}, 8, stops_at_end=False)[3]
+    assert bursts[0] == (2, 2)
+    assert bursts[-1][0] > 2
 
 
 def test_no_burst_is_planned_that_would_need_a_preemption(generate):

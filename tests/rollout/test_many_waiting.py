@@ -41,12 +41,13 @@ def lines_per_step(num_completions, num_steps=40):
 
     def step(index):
         rows, plan = scheduler.rows, scheduler.schedule()
-        scheduler.commit(plan, np.zeros(plan.decode_slots.size, dtype=np.int64))
+        scheduler.commit(plan, np.ones(plan.decode_slots.size, dtype=np.int64))
         slots = plan.sample_slots
         if slots.size:
             zeros = np.zeros(slots.size, dtype=np.int64)
             rows.append(slots, plan.sample_offsets, zeros, zeros.astype(np.float32))
-            scheduler.finish(slots[(slots + index) % MOST_TOKENS == 0])
+            ended = slots[(slots + index) % MOST_TOKENS == 0]
+            scheduler.finish(ended, np.ones_like(ended))
 
     before = sys.gettrace()
     sys.settrace(trace)

@@ -95,9 +95,9 @@ def test_any_number_of_steps_in_a_call_gives_the_same_bits_and_counts(
 def test_steps_are_made_in_few_calls_and_timed_apart(model, monkeypatch):
     calls = []
 
-    def counted(self, slots, most_steps):
+    def counted(self, slots, most_steps, stop_at_rows):
         calls.append(most_steps)
-        return steps(self, slots, most_steps)
+        return steps(self, slots, most_steps, stop_at_rows)
 
     steps = ops.Decoder.steps
     monkeypatch.setattr(ops.Decoder, "steps", counted)
@@ -115,13 +115,13 @@ def test_steps_are_made_in_few_calls_and_timed_apart(model, monkeypatch):
         ("num_computed", -1, "slot 0 would reach"),
         ("block_tables", 10_000, "names block 10000"),
         ("last_token", -3, "token id 0 is -3"),
-        ("end_set", 9, "set of ending ids 0 is 9"),
+        ("end_set", 9, "slot 0 names set 9 of ending ids"),
     ],
 )
 def test_a_broken_row_table_is_an_error_and_not_a_crash(model, monkeypatch, name, value, message):
-    def broken(self, slots, most_steps):
+    def broken(self, slots, most_steps, stop_at_rows):
         getattr(rows[0], name)[slots] = value
-        return steps(self, slots, most_steps)
+        return steps(self, slots, most_steps, stop_at_rows)
 
     rows, steps = [], ops.Decoder.steps
     bound = model_runner._bound

@@ -47,7 +47,7 @@ class Simulation:
             self.check(plan)
         self.num_tokens += plan.decode_slots.size + sum(chunk.length for chunk in plan.chunks)
         self.active_rows.append(plan.sample_slots.size)
-        self.scheduler.commit(plan, np.zeros(plan.decode_slots.size, np.int64))
+        self.scheduler.commit(plan, np.ones(plan.decode_slots.size, np.int64))
         slots = plan.sample_slots
         if slots.size:
             zeros = np.zeros(slots.size, np.int64)
@@ -57,7 +57,7 @@ class Simulation:
                     (self.rows.sequences[slot].group.prompt_index, self.rows.sequences[slot].sample_index)
                 )
             ended = [s for s in slots.tolist() if self.rows.num_output[s] == self.target(self.rows.sequences[s])]
-            self.scheduler.finish(np.array(ended, dtype=np.int64))
+            self.scheduler.finish(np.array(ended, dtype=np.int64), np.ones(len(ended), np.int64))
         return plan
 
     def target(self, sequence):
