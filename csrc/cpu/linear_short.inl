@@ -20,18 +20,49 @@ bool is_short(const LinearArgs& a) {
   return meets_in_bf16(a) && a.K > 0 && a.K <= kShortK && a.K % 2 == 0 && a.N <= kShortColumns;
 }
 
+// Sixteen rows of sixteen 32-bit numbers become sixteen columns.
+inline __attribute__((always_inline)) void turn_around(__m512i (&row)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {  // pairs of rows
+    t[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 4)  // row[i + j]: number j of each quarter of four rows
+#pragma GCC unroll 16
+    for (int j = 0; j < 2; j++) {
+      row[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + 2 + j]);
+      row[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + 2 + j]);
+    }
+#pragma GCC unroll 16
+  for (int j = 0; j < 4; j++) {  // quarters change places with fours of rows
+    const __m512i a = _mm512_shuffle_i32x4(row[j], row[4 + j], 0x88), b = _mm512_shuffle_i32x4(row[8 + j], row[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(row[j], row[4 + j], 0xdd), d = _mm512_shuffle_i32x4(row[8 + j], row[12 + j], 0xdd);
+    t[j] = _mm512_shuffle_i32x4(a, b, 0x88), t[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    t[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88), t[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) row[i] = t[i];
+}
+
 // Columns [first, first + kLanePanel) of y as a panel; those behind N are zeros.
 void lay_out_panel(const LinearArgs& a, int64_t first, bf16_t* out) {
-  const int64_t columns = a.N - first;
-  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   for (int64_t c = 0; c < kLanePanel; c += Vec::kWidth) {
-    const int64_t n = columns - c;
-    const __mmask16 there = n >= Vec::kWidth ? 0xffff : n > 0 ? static_cast<__mmask16>((1u << n) - 1) : 0;
-    const bf16_t* w = static_cast<const bf16_t*>(a.weight) + (first + (n > 0 ? c : 0)) * a.weight_stride;
-    const __m512i offset = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int>(a.weight_stride)));
-    for (int64_t k = 0; k < a.K; k += 2)
-      _mm512_storeu_si512(out + k * kLanePanel + c * 2,
-                          _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, offset, w + k, sizeof(bf16_t)));
+    const bf16_t* w = static_cast<const bf16_t*>(a.weight) + (first + c) * a.weight_stride;
+    for (int64_t k = 0; k < a.K; k += Bf16Dot::kWidth) {
+      const int64_t left = a.K - k, pairs = (left < Bf16Dot::kWidth ? left : Bf16Dot::kWidth) / 2;
+      __m512i pair[16];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < Vec::kWidth; i++)
+        pair[i] = first + c + i < a.N
+                      ? _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << pairs) - 1), w + i * a.weight_stride + k)
+                      : _mm512_setzero_si512();
+      turn_around(pair);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < Vec::kWidth; i++)
+        if (i < pairs) _mm512_storeu_si512(out + (k + 2 * i) * kLanePanel + 2 * c, pair[i]);
+    }
   }
 }
 
