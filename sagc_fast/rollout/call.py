@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from time import thread_time
 from typing import Any
 
@@ -220,8 +222,10 @@ class Call:
             cost.observe_drafts(plan.num_decode_tokens, num_rows, seconds)
         elif result.num_steps > 1:
             shares = result.shares_of_steps or (1 / result.num_steps,) * result.num_steps
-            for step, step_rows in enumerate(active_rows):
-                cost.observe(step_rows, seconds * shares[step])
+            steps = zip(active_rows, shares, strict=True)
+            for step_rows, run in groupby(steps, key=itemgetter(0)):
+                shares_of_run = [share for _, share in run]
+                cost.observe(step_rows, seconds * sum(shares_of_run) / len(shares_of_run), len(shares_of_run))
         elif not plan.chunks:
             cost.observe(plan.num_decode_tokens, seconds)
 

@@ -47,6 +47,8 @@ LOOK_SECONDS = 25e-6
 """What a look at a row's newest tokens takes (measured on an AMD EPYC, Zen 4)."""
 LOOK_SHARE = 0.01
 """Share of a step that looks in vain may cost (ours)."""
+FIRST_LOOK_SHARE = 0.05
+"""The same for the first of them, as to the plans that they add (ours)."""
 LONGEST_PAUSE = 31
 """Most steps without a look while text has been foreseeable in this call (ours)."""
 HOPELESS_TOKENS = 256
@@ -152,7 +154,8 @@ class Speculator:
         self._num_ended = 0
         self._tokens_of_ended = 0
         self._pause = 0
-        self._next_pause = 1
+        self._first_pause = max(1, math.ceil(self._plan_seconds / (FIRST_LOOK_SHARE * speculation.step_seconds)))
+        self._next_pause = self._first_pause
 
     def note_finished(self, num_output: int, max_output: int) -> None:
         """A completion is over; before its cap, if it has fewer tokens."""
@@ -219,7 +222,7 @@ class Speculator:
     def _plan_pause(self, num_rows: int, is_drafting: bool) -> None:
         """No look for ever more steps when looks were in vain, up to where they cost next to nothing."""
         if is_drafting:
-            self._pause, self._next_pause = 0, 1
+            self._pause, self._next_pause = 0, self._first_pause
             return
         longest = int((num_rows * LOOK_SECONDS + self._plan_seconds) / self._spare_seconds)
         if self._rates.is_promising:

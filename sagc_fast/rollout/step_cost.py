@@ -64,18 +64,20 @@ class StepCost:
         factor = min(max((seconds - self.seconds(num_tokens)) / estimate, 0.0), 2 * MOST_SURPRISE * self._draft_factor)
         self._draft_factor = max(0.1, self._draft_factor + DRAFT_WEIGHT * (factor - self._draft_factor))
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step of ``num_tokens`` tokens."""
+    def observe(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
+        """Learn from ``num_steps`` steps of ``num_tokens`` tokens that took ``seconds`` each."""
         if not 0 < num_tokens <= MOST_TOKENS:
             return
         if self.seconds_per_token:
             seconds = min(seconds, MOST_SURPRISE * self.seconds(num_tokens))
         size, cost = float(num_tokens * num_tokens), seconds * seconds
-        self._weight = self._weight * KEPT + 1.0
-        self._sizes = self._sizes * KEPT + size
-        self._costs = self._costs * KEPT + cost
-        self._squares = self._squares * KEPT + size * size
-        self._products = self._products * KEPT + size * cost
+        kept = KEPT**num_steps
+        weight = (1.0 - kept) / (1.0 - KEPT)  # of all these steps: 1 + KEPT + KEPT^2 + ...
+        self._weight = self._weight * kept + weight
+        self._sizes = self._sizes * kept + weight * size
+        self._costs = self._costs * kept + weight * cost
+        self._squares = self._squares * kept + weight * size * size
+        self._products = self._products * kept + weight * size * cost
         mean_size, mean_cost = self._sizes / self._weight, self._costs / self._weight
         expected_slope = mean_cost / (self._prior**2 + mean_size)
         if not self.is_learnt:

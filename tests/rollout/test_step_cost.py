@@ -88,3 +88,13 @@ def test_the_host_s_work_for_drafts_is_learnt_and_a_fixed_estimate_is_not():
         for _ in range(300):
             cost.observe_drafts(12, num_rows=4, seconds=cost.seconds(12) + 1e-3)
         assert cost.draft_seconds(4) == pytest.approx(expected, rel=0.05)
+
+
+def test_steps_alike_count_as_they_would_one_by_one():
+    together, apart = StepCost(10.0), StepCost(10.0)
+    for num_tokens, seconds, num_steps in ((3, 4e-3, 7), (20, 9e-3, 32), (1, 3e-3, 5)):
+        together.observe(num_tokens, seconds, num_steps)
+        for _ in range(num_steps):
+            apart.observe(num_tokens, seconds)
+    assert together.fixed_tokens == pytest.approx(apart.fixed_tokens, rel=1e-9)
+    assert together.seconds_per_token == pytest.approx(apart.seconds_per_token, rel=1e-9)
