@@ -28,7 +28,6 @@ import random
 import statistics
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,6 +47,7 @@ from sagc_fast.types import Group
 
 TAIL = 0.8
 """Share of the time without drafts after which the tail begins."""
+MANY_ROWS = 1 << 30
 
 FUNCTIONS = (
     "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
@@ -117,11 +117,11 @@ def compare(workload: Workload, mode: str, repeat: int, recall_mb: float) -> dic
     trials = []
     for seed in range(repeat + 1):
         off = rollout(engines["off"], workload, seed)
-        begin = bisect_left(off.seconds, TAIL * off.seconds[-1])
+        begin = tail_begin(off)
         runs = {"off": off}
         for name in ("on", "late") if seed % 2 else ("late", "on"):
-            runs[name] = rollout(engines[name], workload, seed, off.tokens[begin] if name == "late" else 0)
-        runs["oracle"] = rollout(engines["oracle"], workload, seed, off.tokens[begin], off.groups)
+            runs[name] = rollout(engines[name], workload, seed, begin if name == "late" else 0)
+        runs["oracle"] = rollout(engines["oracle"], workload, seed, begin, off.groups)
         if seed % 2:  # turns: without drafts first and last
             runs["off"] = rollout(engines["off"], workload, seed)
         trials.append(runs)
@@ -155,7 +155,7 @@ def rollout(
     """One call, its plans timed by this thread's CPU clock; no drafts before ``first_draft_at`` tokens are there. With
     ``truth``, what the call is known to return, drafts are read from it."""
     seconds, tokens = [], []
-    run_plan, propose, is_tail = Call._run_plan, Speculator.propose, Speculator._is_tail
+    run_plan, propose, most_rows = Call._run_plan, Speculator.propose, Speculator.most_rows
     propose_drafts = propose if truth is None else oracle(truth)
 
     def timed(call: Call, *args: Any, **kwargs: Any) -> list[Group]:
@@ -172,12 +172,12 @@ def rollout(
 
     Call._run_plan, Speculator.propose = timed, later
     if truth is not None:
-        Speculator._is_tail = lambda *_: True  # the rule alone decides, with however many rows
+        Speculator.most_rows = MANY_ROWS  # the rule alone decides, with however many rows
     try:
         started = time.thread_time()
         groups = engine.generate(workload.prompts, workload.group_size, workload.params(seed))
     finally:
-        Call._run_plan, Speculator.propose, Speculator._is_tail = run_plan, propose, is_tail
+        Call._run_plan, Speculator.propose, Speculator.most_rows = run_plan, propose, most_rows
     return Run(groups, seconds, tokens, engine.stats, engine._speculation.cost.fixed_tokens)
 
 
@@ -208,7 +208,7 @@ def accepted_share(runs: list[Run]) -> float | None:
 
 def tail_rows(off: Run) -> float:
     """Live rows in the last 20% of the time without drafts, on average over the steps."""
-    begin = off.tokens[bisect_left(off.seconds, TAIL * off.seconds[-1])]
+    begin = tail_begin(off)
     rows, total = off.stats.active_rows, sum(off.stats.active_rows)
     step = len(rows)
     while step > 1 and total - rows[step - 1] >= begin:
@@ -217,10 +217,15 @@ def tail_rows(off: Run) -> float:
     return statistics.mean(rows[step:] or rows[-1:])
 
 
+def tail_begin(off: Run) -> int:
+    """Tokens that are there when the tail begins; in the middle of a plan as many as its time says."""
+    return int(np.interp(TAIL * off.seconds[-1], [0.0, *off.seconds], [0, *off.tokens]))
+
+
 def tail_gain(off: Run, late: Run) -> float:
-    """Seconds of the last 20% without drafts over those with, both from the first plan that had as many tokens."""
-    begin = off.tokens[bisect_left(off.seconds, TAIL * off.seconds[-1])]
-    tails = [run.seconds[-1] - run.seconds[bisect_left(run.tokens, begin)] for run in (off, late)]
+    """Seconds of the last 20% without drafts over those with, both from the same number of tokens on."""
+    begin = tail_begin(off)
+    tails = [run.seconds[-1] - float(np.interp(begin, [0, *run.tokens], [0.0, *run.seconds])) for run in (off, late)]
     return tails[0] / tails[1]
 
 
