@@ -19,8 +19,8 @@ from sagc_fast.ops.layouts import PagedLayout
 
 CHUNK_POSITIONS = 64
 """Context positions per chunk, rounded up to whole blocks."""
-GATHER_BYTES = 16 * 2**20
-"""Bound on the copied keys of one chunk; more rows than that are worked in several passes."""
+GATHER_BYTES, DEVICE_GATHER_BYTES = 2**20, 16 * 2**20
+"""Bound on the copied keys of one chunk, on the CPU and elsewhere; more rows are worked in several passes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,8 @@ def _make_plan(layout: PagedLayout, num_kv_heads: int, block_size: int, head_dim
         sequences_T = torch.arange(len(query_lens_S), device=device).repeat_interleave(query_lens_S)[rows_T]
     blocks_per_chunk = -(-CHUNK_POSITIONS // block_size)
     chunk_positions = blocks_per_chunk * block_size
-    rows_per_pass = max(1, GATHER_BYTES // (num_kv_heads * chunk_positions * head_dim * 4))
+    bound = GATHER_BYTES if device.type == "cpu" else DEVICE_GATHER_BYTES
+    rows_per_pass = max(1, bound // (num_kv_heads * chunk_positions * head_dim * 4))
     tables_SB = torch.nn.functional.pad(
         layout.block_tables_SB.long(), (0, -layout.block_tables_SB.shape[1] % blocks_per_chunk)
     )
