@@ -10,8 +10,6 @@ D head width.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from sagc_fast.ops import products
@@ -20,6 +18,9 @@ TILE_ROWS = 16
 """Rows of the smallest product; a shorter remainder is padded to it."""
 LARGE_TILES = (256, 64)
 """Larger products, tried in this order, used only where a probe finds their bits equal to those of the small tile."""
+PROBE_BYTES = 32 * 2**20
+"""Bound on a probe's product and on the weight made up for it; a wide head's would cost several times the model."""
+_tiles_of_shapes: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,7 +30,7 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     num_rows, weight_KN = x_TK.shape[0], weight_NK.t()
     y_TN = x_TK.new_empty(num_rows, weight_NK.shape[0])
     start = 0
-    for tile in _tiles(*weight_NK.shape, torch.get_num_threads()):
+    for tile in _tiles(weight_NK):
         while num_rows - start >= tile:
             torch.mm(_aligned(x_TK[start : start + tile]), weight_KN, out=y_TN[start : start + tile])
             start += tile
@@ -40,24 +41,44 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
 
-@functools.cache
-def _tiles(num_out: int, num_in: int, num_threads: int) -> tuple[int, ...]:
+def _tiles(weight_NK: torch.Tensor) -> tuple[int, ...]:
+    """:func:`_probed_tiles` of the weight's shape, found once for each number of threads."""
+    key = (*weight_NK.shape, torch.get_num_threads())
+    if key not in _tiles_of_shapes:
+        _tiles_of_shapes[key] = _probed_tiles(weight_NK)
+    return _tiles_of_shapes[key]
+
+
+def _probed_tiles(weight_NK: torch.Tensor) -> tuple[int, ...]:
     """Row counts, largest first, whose products give every row the bits it has in the 16-row tile; ``(1,)`` when not
-    even that tile treats its rows alike (measured: odd input widths). ``num_threads`` is part of the key only."""
+    even that tile treats its rows alike (measured: odd input widths). Random numbers stand in for a weight that is not
+    wide, since one that happens to be zero would hide every difference."""
+    num_out, num_in = weight_NK.shape
     generator = torch.Generator().manual_seed(0)
     x_TK = torch.randn(LARGE_TILES[0], num_in, generator=generator)
-    weight_KN = torch.randn(num_out, num_in, generator=generator).t()
-    expected_TN = torch.cat([torch.mm(x, weight_KN) for x in x_TK.split(TILE_ROWS)])
+    if 4 * num_out * num_in <= PROBE_BYTES:
+        weight_NK = torch.randn(num_out, num_in, generator=generator)
+    weight_KN = weight_NK.t()
+    expected_TN = torch.mm(x_TK[:TILE_ROWS], weight_KN)
     for shift in range(1, TILE_ROWS):
-        shifted_TK = x_TK[:TILE_ROWS].roll(shift, 0)
-        if not torch.equal(torch.mm(shifted_TK, weight_KN), expected_TN[:TILE_ROWS].roll(shift, 0)):
+        shifted_TN = torch.mm(x_TK[:TILE_ROWS].roll(shift, 0), weight_KN)
+        if not (
+            torch.equal(shifted_TN[shift:], expected_TN[:-shift])
+            and torch.equal(shifted_TN[:shift], expected_TN[-shift:])
+        ):
             return (1,)
     large = [
         tile
         for tile in LARGE_TILES
-        if torch.equal(torch.cat([torch.mm(x, weight_KN) for x in x_TK.split(tile)]), expected_TN)
+        if 4 * tile * num_out <= PROBE_BYTES and all(_is_alike(x, weight_KN) for x in x_TK.split(tile))
     ]
     return (*large, TILE_ROWS)
+
+
+def _is_alike(x_TK: torch.Tensor, weight_KN: torch.Tensor) -> bool:
+    """Whether one product of all rows has the bits of products of 16 rows each."""
+    parts = zip(x_TK.split(TILE_ROWS), torch.mm(x_TK, weight_KN).split(TILE_ROWS), strict=True)
+    return all(torch.equal(torch.mm(x, weight_KN), y_TN) for x, y_TN in parts)
 
 
 def _aligned(x_TK: torch.Tensor) -> torch.Tensor:

@@ -105,3 +105,13 @@ def test_rotation_turns_pairs_and_the_cache_gets_rotated_keys() -> None:
         torch.testing.assert_close(k_cache[slot // 4, :, slot % 4], turned(k)[token])
         assert torch.equal(v_cache[slot // 4, :, slot % 4], v[token])
     assert int(k_cache.isnan().any(-1).all(1).sum()) == 16 - tokens
+
+
+def test_a_wide_weight_is_probed_by_itself_and_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = _randn(90, 64, seed=1), _randn(200, 64, seed=2)
+    wanted = reference.linear(x, weight)
+    monkeypatch.setattr(reference, "_tiles_of_shapes", {})
+    monkeypatch.setattr(reference, "PROBE_BYTES", 1)
+    assert torch.equal(reference.linear(x, weight), wanted)
+    (tiles,) = reference._tiles_of_shapes.values()
+    assert max(tiles) <= reference.TILE_ROWS
