@@ -5,7 +5,12 @@ Shape suffixes: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
+
+DRAW_BYTES = 2**20
+"""Bound on the fp32 logits drawn from at a time; the draw's temporaries are seven times as much (ours)."""
 
 
 def sample_tokens(
@@ -27,7 +32,11 @@ def sample_tokens(
 
     Raises RuntimeError when a row holds NaN or +inf, or nothing but -inf.
     """
-    tokens_R, logprobs_R = sample_marked_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
+    num_at_once = max(1, DRAW_BYTES // (4 * logits_RV.shape[1]))
+    columns = (logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
+    parts = zip(*(itertools.repeat(None) if x is None else x.split(num_at_once) for x in columns), strict=False)
+    draws = [sample_marked_tokens(*part) for part in parts]
+    tokens_R, logprobs_R = (torch.cat(column) for column in zip(*draws, strict=True))
     is_bad_R = torch.isnan(logprobs_R)
     if bool(is_bad_R.any()):
         raise RuntimeError(not_finite(int(is_bad_R.sum()), len(is_bad_R)))

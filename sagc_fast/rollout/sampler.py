@@ -54,8 +54,8 @@ class Sampler:
         num_at_once, draws = max(1, bound // self._row_bytes), []
         for begin in range(0, slots.size, num_at_once):
             part = slice(begin, begin + num_at_once)
-            logits_RV = self._logits(hidden_UE, index_R[part])
-            draws += self._draw(logits_RV, slots[part], offsets[part], begin)
+            # No name holds the logits: they are gone before the next part's are made.
+            draws += self._draw(self._logits(hidden_UE, index_R[part]), slots[part], offsets[part], begin)
         return self._results(draws, slots.size)
 
     def _logits(self, hidden_UE: torch.Tensor, index_R: NDArray[np.int64]) -> torch.Tensor:

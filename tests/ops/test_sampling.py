@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagc_fast.ops import sampling
 from sagc_fast.ops.sampling import sample_tokens
 
 LAST_UNIFORM = 1 - 2**-53
@@ -154,3 +155,15 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
         _sample(logits, [0.5] * 4)
     with pytest.raises(RuntimeError, match="not finite in 1 of 1 rows"):
         _sample(torch.full((1, 6), float("-inf")), [0.5])
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}])
+def test_rows_drawn_few_at_a_time_keep_their_bits(monkeypatch: pytest.MonkeyPatch, filters: dict) -> None:
+    logits, uniform = torch.randn(23, 301), torch.rand(23, dtype=torch.float64)
+    together = _sample(logits, uniform, **filters)
+    monkeypatch.setattr(sampling, "DRAW_BYTES", 5 * 4 * 301)
+    for found, wanted in zip(_sample(logits, uniform, **filters), together, strict=True):
+        assert torch.equal(found, wanted)
+    logits[[1, 22]] = math.nan
+    with pytest.raises(RuntimeError, match="2 of 23 rows"):
+        _sample(logits, uniform, **filters)

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from sagc_fast import ops
+from sagc_fast.ops.backend import native_module
 
 PROGRAM = """
 import json
@@ -94,13 +98,18 @@ SHAPES = {
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize(("shape", "dtype"), [("model S", "fp32"), ("model S", "bf16"), ("wide vocabulary", "fp32")])
 def test_the_peak_is_weights_and_the_kv_budget_and_300_mb(shape: str, dtype: str) -> None:
-    """300 MB with torch's CPU build, whose import takes 230 of them; that of a CUDA build takes 510 by itself."""
+    """300 MB with torch's CPU build, whose import takes 230 of them; that of a CUDA build takes 510 by itself.
+
+    Plain torch may take 100 MB more: it holds fp32 logits (32 MB) and the temporaries of every operation, and in bf16
+    oneDNN keeps a kernel for each number of rows (23 MB, by the peak with ONEDNN_PRIMITIVE_CACHE_CAPACITY=0)."""
     command = [sys.executable, "-c", PEAK_PROGRAM, dtype, *map(json.dumps, SHAPES[shape])]
     figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    has_decoder = native_module() is not None and ops.has_decoder("cpu", torch.float32, torch.float32)
+    temporaries = 0 if has_decoder else 100e6
     budget = 50e6
     print(shape, dtype, {name: round(value / 1e6, 1) for name, value in figures.items()})
     assert 0.6 * budget < figures["kv_used"] <= budget
-    assert figures["peak"] <= figures["weights"] + budget + max(300e6, figures["imported"] + 70e6)
+    assert figures["peak"] <= figures["weights"] + budget + temporaries + max(300e6, figures["imported"] + 70e6)
 
 
 TOKENIZER_PROGRAM = """
