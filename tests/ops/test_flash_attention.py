@@ -80,6 +80,8 @@ def test_equals_masked_attention(name: str, flash: types.ModuleType) -> None:
 
 
 def test_chosen_for_half_precision_on_cuda_and_for_its_operation_alone(flash: types.ModuleType, monkeypatch) -> None:
+    monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(backend, "_choices", {})
     monkeypatch.setattr(backend, "triton_module", lambda: None)
     monkeypatch.setattr(backend, "_has_warned", True)
     assert backend.resolve("varlen_attention", "cuda", torch.bfloat16) == "flash"

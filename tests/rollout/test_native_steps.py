@@ -17,7 +17,10 @@ from sagc_fast.rollout.noise import uniforms
 from sagc_fast.rollout.plan import StepPlan
 
 pytestmark = [
-    pytest.mark.skipif(native_module() is None, reason="sagc_fast._C is not built"),
+    pytest.mark.skipif(
+        native_module() is None or not ops.has_decoder("cpu", torch.float32, torch.float32),
+        reason="sagc_fast._C is not built, or SAGC_BACKEND asks for another backend",
+    ),
     pytest.mark.usefixtures("tiny_models_draft"),
 ]
 
