@@ -10,7 +10,7 @@ import itertools
 import torch
 
 DRAW_BYTES = 2**20
-"""Bound on the fp32 logits drawn from at a time; the draw's temporaries are seven times as much (ours)."""
+"""Bound on the fp32 logits drawn from at a time on the CPU; the draw's temporaries are several times as much (ours)."""
 
 
 def sample_tokens(
@@ -32,7 +32,8 @@ def sample_tokens(
 
     Raises RuntimeError when a row holds NaN or +inf, or nothing but -inf.
     """
-    num_at_once = max(1, DRAW_BYTES // (4 * logits_RV.shape[1]))
+    is_cpu = logits_RV.device.type == "cpu"  # elsewhere few large operations count for more than memory
+    num_at_once = max(1, DRAW_BYTES // (4 * logits_RV.shape[1]) if is_cpu else logits_RV.shape[0])
     columns = (logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
     parts = zip(*(itertools.repeat(None) if x is None else x.split(num_at_once) for x in columns), strict=False)
     draws = [sample_marked_tokens(*part) for part in parts]
