@@ -222,7 +222,7 @@ class Call:
             cost.observe_drafts(plan.num_decode_tokens, num_rows, seconds)
         elif result.num_steps > 1:
             shares = result.shares_of_steps or (1 / result.num_steps,) * result.num_steps
-            steps = zip(active_rows, shares, strict=True)
+            steps = zip(active_rows, shares, strict=False)  # a device may go on when no row is left
             for step_rows, run in groupby(steps, key=itemgetter(0)):
                 shares_of_run = [share for _, share in run]
                 cost.observe(step_rows, seconds * sum(shares_of_run) / len(shares_of_run), len(shares_of_run))
