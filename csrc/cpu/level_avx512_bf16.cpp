@@ -14,6 +14,8 @@
 
 using namespace sagc;
 
+#define SAGC_BF16_INSTRUCTIONS
+
 // clang-format off
 #include "vec_avx512.h"
 #include "dot_bf16.h"

@@ -234,14 +234,26 @@ void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
 
 }  // namespace
 
+#if defined(SAGC_BF16_DOT) || defined(SAGC_LANES_OF_COLUMNS)
+#define SAGC_SHORT
+namespace {
+
+constexpr int64_t kShortK = 512, kShortColumns = 8192;      // at most
+constexpr int64_t kMostShortK = 1024, kSmallWeights = 1 << 18;  // or so few weights in all
+
+// Whether weights of this shape are worth a second copy in another layout: it is small (8 MB in bf16 at most).
+bool is_short_shape(const LinearArgs& a) {
+  return a.K > 0 && a.K % 2 == 0 && a.N <= kShortColumns &&
+         (a.K <= kShortK || (a.K <= kMostShortK && a.K * a.N <= kSmallWeights));
+}
+
+}  // namespace
+
 #ifdef SAGC_BF16_DOT
 #include "linear_short.inl"
-#define SAGC_SHORT
-#elif defined(SAGC_LANES_OF_COLUMNS)
+#else
 #include "linear_columns.inl"
-#define SAGC_SHORT
 #endif
-#ifdef SAGC_SHORT
 #include "linear_lanes.inl"
 #endif
 

@@ -7,15 +7,10 @@
 
 namespace {
 
-constexpr int64_t kShortK = 512, kShortColumns = 8192;       // at most
-constexpr int64_t kSmallK = 1024, kSmallWeights = 1 << 18;  // or so few weights in all
-constexpr int64_t kMostShortK = kSmallK;
 constexpr int kLanePanel = 2 * Vec::kWidth;
 constexpr int64_t kStepsPerFetch = 16;
 
-bool is_short(const LinearArgs& a) {
-  return a.K > 0 && a.K % 2 == 0 && a.N <= kShortColumns && (a.K <= kShortK || (a.K <= kSmallK && a.K * a.N <= kSmallWeights));
-}
+bool is_short(const LinearArgs& a) { return is_short_shape(a); }
 
 // As many rows as leave registers for the weights: two sums a row, of 16 registers.
 template <class W>

@@ -4,21 +4,17 @@
 // panel of two vectors of columns lies as [K / 2][columns][2], a pair of k per lane and instruction; an output is one sum over
 // ascending pairs in one lane, plus the bias, whatever M is. A decoder lays its weights out once per generate call, the
 // operator a panel at a time while it multiplies: the same sums, the same bits. Which products are short depends on K and N
-// alone, and is kept to matrices of which a second copy is small (8 MB at most).
+// alone (is_short_shape).
 #pragma once
 
 namespace {
 
-constexpr int64_t kShortK = 512, kShortColumns = 8192;  // at most
-constexpr int64_t kMostShortK = kShortK;
 constexpr int kLanePanel = 2 * Vec::kWidth;
 template <class W>
 constexpr int kLaneRows = 8;  // two sums a row; twelve rows are slower at every M
 constexpr int64_t kStepsPerFetch = 32;
 
-bool is_short(const LinearArgs& a) {
-  return meets_in_bf16(a) && a.K > 0 && a.K <= kShortK && a.K % 2 == 0 && a.N <= kShortColumns;
-}
+bool is_short(const LinearArgs& a) { return meets_in_bf16(a) && is_short_shape(a); }
 
 // Sixteen rows of sixteen 32-bit numbers become sixteen columns.
 inline __attribute__((always_inline)) void turn_around(__m512i (&row)[16]) {

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(native_module() is None, reason="sagc_fast._C is
 
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
+    "llama-long-sums": ("LlamaConfig", {"intermediate_size": 600}),
     "llama-tied-biases": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "qwen2-biases": ("Qwen2Config", {}),
     "qwen3-head-norms": ("Qwen3Config", {"head_dim": 20, "num_key_value_heads": 1}),

@@ -44,7 +44,7 @@ def test_linear_equals_float64_product_within_rounding(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_out", "num_in"), [(864, 288), (288, 768), (33, 1537), (100, 4864)])
+@pytest.mark.parametrize(("num_out", "num_in"), [(864, 288), (288, 768), (40, 1024), (33, 1537), (100, 4864)])
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(
     native: ModuleType, num_out: int, num_in: int, dtype: torch.dtype
 ) -> None:
