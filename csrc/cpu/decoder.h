@@ -147,7 +147,7 @@ class Decoder {
   Scratch positions_, slots_;               // [T] int64
   Scratch residual_, x_, q_, attended_;     // [T, E], [T, E], [T, H D], [T, H D]
   Scratch qkv_, delta_, normed_, gate_up_, active_;  // of a slice of rows; the logits of some rows lie in gate_up_
-  Scratch converted_, widened_, hidden_;
+  Scratch converted_, hidden_;
   Scratch packed_weights_;
   const KernelTable* packed_for_ = nullptr;
   Rows rows_{};  // capacity 0: none are bound

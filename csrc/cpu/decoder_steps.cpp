@@ -30,14 +30,6 @@ class Stopwatch {
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
 };
 
-const float* widen(const bf16_t* x, float* y, int64_t width) {
-  for (int64_t i = 0; i < width; i++) {
-    const uint32_t bits = static_cast<uint32_t>(x[i].bits) << 16;
-    std::memcpy(y + i, &bits, sizeof bits);
-  }
-  return y;
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor, double> Decoder::sample(const Tensor& hidden, const Tensor& index, const Tensor& uniform,
@@ -65,12 +57,11 @@ std::tuple<Tensor, Tensor, double> Decoder::sample(const Tensor& hidden, const T
 }
 
 double Decoder::draw(const Draw& d) {
-  const SampleArgs args{nullptr, 0, d.uniform, d.temperature, V_, d.token, d.logprob};
+  const SampleArgs args{nullptr, 0, d.uniform, d.temperature, V_, d.token, d.logprob, dtype_};
   const int64_t R = d.R, *source = d.source;
   const int64_t num_hidden = R == 0 ? 0 : source[R - 1] + 1 - source[0];
   const int64_t num_parts = std::max<int64_t>(1, (num_hidden * V_ * item_ + kLogitsBytes - 1) / kLogitsBytes);
   const int64_t most = (num_hidden + num_parts - 1) / num_parts;
-  float* widened = dtype_ == Dtype::kFloat32 ? nullptr : widened_.array<float>(V_ * num_workers());
   double head_seconds = 0.0;
   for (int64_t first = 0; first < R;) {
     const int64_t u = source[first], rows = std::min(most, source[R - 1] + 1 - u);
@@ -80,15 +71,11 @@ double Decoder::draw(const Draw& d) {
     multiply(head_, d.hidden + u * E_ * item_, logits, rows);
     head_seconds += watch.seconds();
     const double flops = 2 * kFlopsPerElement * static_cast<double>((last - first) * V_);
-    parallel_workers(last - first, flops, [&](int worker, int64_t begin, int64_t end) {
+    parallel(last - first, flops, [&](int64_t begin, int64_t end) {
       for (int64_t r = first + begin; r < first + end; r++) {
-        const char* row = logits + (source[r] - u) * V_ * item_;
         SampleArgs one = args;
+        one.logits = logits + (source[r] - u) * V_ * item_;
         one.uniform += r, one.temperature += r, one.token += r, one.logprob += r;
-        one.logits = reinterpret_cast<const float*>(row);
-        if (widened != nullptr) {
-          one.logits = widen(reinterpret_cast<const bf16_t*>(row), widened + worker * V_, V_);
-        }
         kernels().sample(one, 0, 1);
       }
     });

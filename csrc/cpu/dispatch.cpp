@@ -68,8 +68,8 @@ bool multiplies_bf16(const KernelTable& table) {
 }
 
 bool has_amx() {
-  static const bool works = has_avx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                            may_use_amx() && multiplies_bf16(amx_kernels());
+  static const bool works = has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
+                            __builtin_cpu_supports("amx-bf16") && may_use_amx() && multiplies_bf16(amx_kernels());
   return works;
 }
 #endif

@@ -109,13 +109,14 @@ constexpr int kAttentionFloats = kAttentionRows * kAttentionMaxHeadDim;  // of w
 constexpr int64_t attention_width(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 struct SampleArgs {
-  const float* logits;  // [R, V]
-  int64_t logits_stride;
+  const void* logits;     // [R, V], fp32 or bf16
+  int64_t logits_stride;  // elements between rows
   const double* uniform;      // [R]
   const float* temperature;  // [R]
   int64_t V;
   int64_t* token;  // [R]
   float* logprob;  // [R]
+  Dtype dtype;     // of the logits
 };
 
 struct KernelTable {

@@ -23,7 +23,7 @@ using namespace sagc;
 // clang-format on
 
 const KernelTable& sagc::amx_emulated_kernels() {
-  static const KernelTable table = table_with_amx("amx_emulated");
+  static const KernelTable table = table_with_amx("amx_emulated", kAvx512Kernels);
   return table;
 }
 

@@ -236,10 +236,12 @@ void linear(const LinearArgs& a, int64_t begin, int64_t end) {
   meets_on_amx(a) ? amx_linear(a, begin, end) : kAvx512Kernels.linear(a, begin, end);
 }
 
-// plain AVX-512 with these products in it.
-KernelTable table_with_amx(const char* name) {
-  KernelTable table = kAvx512Kernels;
+// A level of vectors with these products in it.
+KernelTable table_with_amx(const char* name, const KernelTable& vectors) {
+  KernelTable table = vectors;
   table.name = name;
+  table.linear_packed_bytes = kAvx512Kernels.linear_packed_bytes;  // tiles read the weights where they lie
+  table.linear_pack_weight = kAvx512Kernels.linear_pack_weight;
   table.linear_scratch = linear_scratch, table.linear_pack = linear_pack;
   table.linear_items = linear_items, table.linear = linear;
   return table;

@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& uni
   STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && (logits.size(1) == 1 || logits.stride(1) == 1),
                   "logits must be [rows, vocabulary] with contiguous rows");
   const int64_t R = logits.size(0), V = logits.size(1);
-  check_type(logits, ScalarType::Float, "logits", "float32");
+  const Dtype dtype = dtype_of(logits, "logits");
   check_type(uniform, ScalarType::Double, "uniform", "float64");
   check_type(temperature, ScalarType::Float, "temperature", "float32");
   check_contiguous(uniform, "uniform");
@@ -130,13 +130,14 @@ std::tuple<Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& uni
   STD_TORCH_CHECK(uniform.dim() == 1 && uniform.size(0) == R && temperature.dim() == 1 && temperature.size(0) == R,
                   "uniform and temperature must have one entry per row");
   Tensor token = empty({R}, ScalarType::Long), logprob = empty({R}, ScalarType::Float);
-  SampleArgs args{static_cast<const float*>(logits.const_data_ptr()),
+  SampleArgs args{logits.const_data_ptr(),
                   logits.stride(0),
                   static_cast<const double*>(uniform.const_data_ptr()),
                   static_cast<const float*>(temperature.const_data_ptr()),
                   V,
                   static_cast<int64_t*>(token.mutable_data_ptr()),
-                  static_cast<float*>(logprob.mutable_data_ptr())};
+                  static_cast<float*>(logprob.mutable_data_ptr()),
+                  dtype};
   parallel(R, 2 * kFlopsPerElement * R * V, [&](int64_t b, int64_t e) { kernels().sample(args, b, e); });
   check_sampled(args.logprob, R);
   return {token, logprob};

@@ -15,8 +15,8 @@ inline int64_t vocabulary_block(int64_t V) {
 }
 
 // f(i, z) with the vectors of logits / temperature from `begin` on; lanes behind the end are -inf, those of -inf logits too.
-template <class F>
-inline void for_each_score(const float* logits, int64_t begin, int64_t end, float temperature, F f) {
+template <class T, class F>
+inline void for_each_score(const T* logits, int64_t begin, int64_t end, float temperature, F f) {
   const Vec t = Vec::splat(temperature);
   const bool divide = temperature != 1.0f;
   for (int64_t i = begin; i < end; i += Vec::kWidth) {
@@ -27,7 +27,8 @@ inline void for_each_score(const float* logits, int64_t begin, int64_t end, floa
   }
 }
 
-inline float row_max(const float* logits, int64_t V, float temperature) {
+template <class T>
+inline float row_max(const T* logits, int64_t V, float temperature) {
   Vec top[2] = {Vec::splat(-__builtin_inff()), Vec::splat(-__builtin_inff())};
   for_each_score(logits, 0, V, temperature, [&](int64_t i, Vec z) {
     Vec& m = top[i / Vec::kWidth % 2];
@@ -36,15 +37,24 @@ inline float row_max(const float* logits, int64_t V, float temperature) {
   return Vec::max(top[0], top[1]).max();
 }
 
-inline int64_t first_equal(const float* logits, int64_t V, float value) {
+inline float as_float(float x) { return x; }
+inline float as_float(bf16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+template <class T>
+inline int64_t first_equal(const T* logits, int64_t V, float value) {
   for (int64_t i = 0; i < V; i++)
-    if (logits[i] == value) return i;
+    if (as_float(logits[i]) == value) return i;
   return 0;
 }
 
 // The first token of [begin, end) at which `sum` plus the weights up to it exceeds `target`; else the last one with a weight.
-inline int64_t scan_block(const float* logits, int64_t begin, int64_t end, float temperature, float max, double sum,
-                          double target) {
+template <class T>
+inline int64_t scan_block(const T* logits, int64_t begin, int64_t end, float temperature, float max, double sum, double target) {
   int64_t token = -1;
   bool found = false;
   const Vec shift = Vec::splat(max);
@@ -62,8 +72,9 @@ inline int64_t scan_block(const float* logits, int64_t begin, int64_t end, float
   return token;
 }
 
+template <class T>
 void sample_row(const SampleArgs& a, int64_t row) {
-  const float* logits = a.logits + row * a.logits_stride;
+  const T* logits = static_cast<const T*>(a.logits) + row * a.logits_stride;
   const bool greedy = a.temperature[row] == 0.0f;
   const float temperature = greedy ? 1.0f : a.temperature[row];
   const float max = row_max(logits, a.V, temperature);
@@ -94,13 +105,14 @@ void sample_row(const SampleArgs& a, int64_t row) {
     token = scan_block(logits, last * block, end, temperature, max, before, target);
   }
   if (token < 0) token = 0;  // only NaN or all -inf logits get here; the log-probability says so
-  const float z = temperature == 1.0f ? logits[token] : logits[token] / temperature;
+  const float logit = as_float(logits[token]), z = temperature == 1.0f ? logit : logit / temperature;
   a.token[row] = token;
   a.logprob[row] = static_cast<float>(static_cast<double>(z - max) - __builtin_log(total));
 }
 
 void sample(const SampleArgs& a, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; row++) sample_row(a, row);
+  for (int64_t row = begin; row < end; row++)
+    a.dtype == Dtype::kFloat32 ? sample_row<float>(a, row) : sample_row<bf16_t>(a, row);
 }
 
 }  // namespace

@@ -152,7 +152,9 @@ def sample_tokens(
         from sagc_fast.ops import sampling
 
         return sampling.sample_tokens(logits_RV, uniform_R, temperature_R, top_k_R, top_p_R, min_p_R)
-    return _ops.sample_tokens(logits_RV.float(), uniform_R.double(), temperature_R.float())
+    if logits_RV.dtype != torch.bfloat16:
+        logits_RV = logits_RV.float()
+    return _ops.sample_tokens(logits_RV, uniform_R.double(), temperature_R.float())
 
 
 # The functions of a decoder (decoder.py) pass a handle, which nothing can trace: they have no fake registrations.

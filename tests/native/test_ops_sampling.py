@@ -131,3 +131,17 @@ def test_filters_go_to_the_torch_path(native: ModuleType) -> None:
     logits, uniform = torch.randn(5, 100), torch.rand(5, dtype=torch.float64)
     token, _ = native.sample_tokens(logits, uniform, torch.ones(5), torch.ones(5, dtype=torch.int64), None, None)
     assert torch.equal(token, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 259, 5003])
+def test_bf16_logits_give_the_bits_of_the_same_numbers_in_fp32(native: ModuleType, vocab_size: int) -> None:
+    logits = (4 * torch.randn(40, vocab_size)).bfloat16()
+    logits[::3, ::2] = float("-inf")
+    logits[:, -1] = 1.5
+    logits = torch.cat([logits, logits], 1)[:, :vocab_size]  # rows that do not lie end to end
+    uniform, temperature = torch.rand(40, dtype=torch.float64), torch.tensor([0.0, 0.7, 1.0, 1.3]).repeat(10)
+    drawn, wide = (
+        native.sample_tokens(logits, uniform, temperature),
+        native.sample_tokens(logits.float(), uniform, temperature),
+    )
+    assert all(torch.equal(*pair) for pair in zip(drawn, wide, strict=True))
