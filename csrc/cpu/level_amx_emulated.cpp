@@ -23,7 +23,9 @@ using namespace sagc;
 // clang-format on
 
 const KernelTable& sagc::amx_emulated_kernels() {
-  static const KernelTable table = table_with_amx("amx_emulated", kAvx512Kernels);
+  // As level_amx.cpp where this CPU can.
+  static const KernelTable table =
+      table_with_amx("amx_emulated", __builtin_cpu_supports("avx512bf16") ? kAvx512Bf16Kernels : kAvx512Kernels);
   return table;
 }
 

@@ -238,7 +238,7 @@ void linear_pack(const LinearArgs& a, int64_t begin, int64_t end) {
 #define SAGC_SHORT
 namespace {
 
-constexpr int64_t kShortK = 512, kShortColumns = 8192;      // at most
+constexpr int64_t kShortK = 512, kShortColumns = 8192;          // at most
 constexpr int64_t kMostShortK = 1024, kSmallWeights = 1 << 18;  // or so few weights in all
 
 // Whether weights of this shape are worth a second copy in another layout: it is small (8 MB in bf16 at most).

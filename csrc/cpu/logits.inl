@@ -33,10 +33,9 @@ void logits_stats_range(const LogitsArgs& a, int64_t begin, int64_t end) {
       total.add(sum), weighted.add(moment);
     }
     const double sum = total.sum(), log_sum = __builtin_log(sum);
-    float target[1];
-    target[0] = Vec::load_partial(z + a.targets[r], 1).sum() * a.scale;
+    const float target = as_float(z[a.targets[r]]) * a.scale;
     a.lse[r] = static_cast<float>(max + log_sum);
-    a.logprob[r] = static_cast<float>((static_cast<double>(target[0]) - max) - log_sum);
+    a.logprob[r] = static_cast<float>((static_cast<double>(target) - max) - log_sum);
     a.entropy[r] = static_cast<float>(log_sum - weighted.sum() / sum);
   }
 }
@@ -55,7 +54,7 @@ void logits_grad_range(const LogitsArgs& a, int64_t begin, int64_t end) {
     const Vec grad_entropy = Vec::splat(a.grad_entropy[r] * a.scale), entropy = Vec::splat(a.entropy[r]);
     const int64_t target = a.targets[r] - a.first_column;
     const bool is_here = target >= 0 && target < a.width;
-    float chosen = is_here ? Vec::load_partial(z + target, 1).sum() : 0.0f;
+    const float chosen = is_here ? as_float(z[target]) : 0.0f;
     auto gradient = [&](Vec x) {
       const Vec logp = x * scale - lse;
       return Vec::zero() - exp(logp) * Vec::fma(Vec::max(logp, lowest) + entropy, grad_entropy, grad_logprob);

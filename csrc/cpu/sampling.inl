@@ -37,14 +37,6 @@ inline float row_max(const T* logits, int64_t V, float temperature) {
   return Vec::max(top[0], top[1]).max();
 }
 
-inline float as_float(float x) { return x; }
-inline float as_float(bf16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float y;
-  __builtin_memcpy(&y, &bits, sizeof y);
-  return y;
-}
-
 template <class T>
 inline int64_t first_equal(const T* logits, int64_t V, float value) {
   for (int64_t i = 0; i < V; i++)

@@ -21,6 +21,14 @@ inline Vec exp(Vec x) {
   return Vec::select_less(x, low, Vec::zero(), Vec::scale(p, n));
 }
 
+inline float as_float(float x) { return x; }
+inline float as_float(bf16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
 // x as it would be after being stored as T.
 inline Vec round_to(const float*, Vec x) { return x; }
 inline Vec round_to(const bf16_t*, Vec x) {
