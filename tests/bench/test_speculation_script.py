@@ -22,6 +22,7 @@ def test_rollouts_with_and_without_drafts_are_compared_and_the_engine_is_left_as
     script, tiny_model, monkeypatch
 ):
     monkeypatch.setattr(step_cost, "HOST_SECONDS_IN_BURSTS", step_cost.HOST_SECONDS)  # else drafts do not pay here
+    monkeypatch.setattr(step_cost, "PLAN_SECONDS", 0.0)
     before = dict(vars(Speculator))
     params = lambda seed: SamplingParams(max_new_tokens=48, temperature=0.3, ignore_eos=True, seed=seed)  # noqa: E731
     workload = script.Workload(tiny_model("llama", seed=3), None, [[5, 6, 7] * 4], 3, params)

@@ -174,4 +174,5 @@ def tiny_models_draft():
     """Drafts would not pay for the native steps of a tiny model: let those cost as much as a plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_cost, "HOST_SECONDS_IN_BURSTS", step_cost.HOST_SECONDS)
+        patch.setattr(step_cost, "PLAN_SECONDS", 0.0)
         yield

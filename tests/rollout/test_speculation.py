@@ -145,7 +145,7 @@ def test_a_look_in_vain_costs_a_hundredth_of_its_steps_the_burst_it_cuts_short_i
     monkeypatch, has_bursts, first, longest
 ):
     """One row of an 8M-parameter Llama on random text was a quarter slower with drafts on: every look ended a burst."""
-    monkeypatch.setattr(step_cost, "HOST_SECONDS_IN_BURSTS", 10e-6)
+    monkeypatch.setattr(step_cost, "PLAN_SECONDS", 290e-6)
     speculator = speculation.Speculator(None, speculation.Speculation("fixed", 9.4, 1.9e-3, has_bursts=has_bursts))
     speculator._plan_pause(1, is_drafting=False)
     assert speculator.num_quiet_steps(1) == first  # a twentieth of the steps up to the second look
