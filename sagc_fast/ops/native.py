@@ -240,7 +240,7 @@ def _(q: torch.Tensor, *others: torch.Tensor | float) -> torch.Tensor:
 @torch.library.register_fake("sagc_fast::sample_tokens")
 def _(logits: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows = logits.shape[0]
-    return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+    return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
 
 
 from sagc_fast.ops.native_training import (  # noqa: E402 (registers gradients: the library must be loaded before)

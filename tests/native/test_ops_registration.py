@@ -64,6 +64,16 @@ def test_schema_and_fake_registration_tell_the_truth(native: ModuleType, name: s
     torch.library.opcheck(getattr(OPS, name).default, operands()[name], test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "add_rms_norm", "silu_mul", "logits_stats", "sample_tokens"])
+def test_fake_registration_tells_the_truth_of_bf16(native: ModuleType, name: str) -> None:
+    is_logits = name in ("logits_stats", "sample_tokens")  # whose other operands stay as they are
+    inputs = [
+        x.bfloat16() if isinstance(x, torch.Tensor) and (place == 0 or not is_logits) else x
+        for place, x in enumerate(operands()[name])
+    ]
+    torch.library.opcheck(getattr(OPS, name).default, tuple(inputs), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_every_operation_offered_is_registered(native: ModuleType) -> None:
     elsewhere = {
         "decoder",
