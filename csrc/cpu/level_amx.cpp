@@ -1,4 +1,5 @@
 // AVX-512 with bf16 products on AMX tiles (Sapphire Rapids and later). See level_avx2.cpp for the order of the includes.
+#include <memory>
 #include <type_traits>
 
 #include "kernels.h"

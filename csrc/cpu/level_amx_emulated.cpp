@@ -1,4 +1,5 @@
 // level_amx.cpp on a model of the tiles, to test its kernels where there is no AMX. Never chosen unless asked for by name.
+#include <memory>
 #include <type_traits>
 
 #include "kernels.h"

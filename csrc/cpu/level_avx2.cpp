@@ -1,6 +1,7 @@
 // Kernels for CPUs with AVX2 and FMA (Haswell, Zen and later). The pragma, not the command line, sets the target, and it
 // stands behind the standard headers: no inline function of theirs may come out of here with instructions that the CPU that
 // loads the library might lack. All that follows has internal linkage for the same reason.
+#include <memory>
 #include <type_traits>
 
 #include "kernels.h"

@@ -1,4 +1,5 @@
 // Kernels for CPUs with AVX-512 F, BW, DQ and VL (Skylake-X, Zen 4 and later). See level_avx2.cpp for the order of the includes.
+#include <memory>
 #include <type_traits>
 
 #include "kernels.h"

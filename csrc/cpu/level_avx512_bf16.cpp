@@ -1,4 +1,5 @@
 // As level_avx512.cpp, with bf16 dot products (Zen 4, Cooper Lake and later). See level_avx2.cpp for the order of the includes.
+#include <memory>
 #include <type_traits>
 
 #include "kernels.h"

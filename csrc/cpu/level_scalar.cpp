@@ -1,4 +1,5 @@
 // Kernels for any CPU: baseline instructions only.
+#include <memory>
 #include <type_traits>
 
 #include "kernels.h"

@@ -136,3 +136,32 @@ print("same")
 def test_a_process_may_be_confined_to_other_cpus_meanwhile() -> None:
     done = subprocess.run([sys.executable, "-c", CONFINED], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "same", done.stderr
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+
+def test_a_thread_takes_little_memory_for_itself(native: ModuleType) -> None:
+    """Memory of a thread's own counts once per worker, so it must not hold the state of every instruction set and dtype."""
+    num_threads = 4
+    layout, cache, q = decode_layout(ROWS, 64, 16, 2), torch.randn(2, ROWS * 4, 6, 16, 48), torch.randn(ROWS, 6, 48)
+    stay, done = threading.Event(), threading.Barrier(num_threads + 1)
+
+    def attend() -> None:
+        native.paged_attention(q, cache[0], cache[1], layout, 0.1)
+        done.wait()
+        stay.wait()
+
+    threads = [threading.Thread(target=attend) for _ in range(num_threads)]
+    native.paged_attention(q, cache[0], cache[1], layout, 0.1)
+    before = anonymous_bytes()
+    for thread in threads:
+        thread.start()
+    done.wait()
+    grown = anonymous_bytes() - before
+    stay.set()
+    for thread in threads:
+        thread.join()
+    assert grown / num_threads < 3e6
