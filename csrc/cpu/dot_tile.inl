@@ -84,10 +84,4 @@ inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* 
     }
 }
 
-// The same in fp32, whatever the types in memory.
-template <int ROWS, int COLS, bool ACCUMULATE, class X, class W>
-inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* const* w, int64_t width, float* const* out) {
-  dot_tile<FloatDot, ROWS, COLS, ACCUMULATE>(x, w, width, out);
-}
-
 }  // namespace

@@ -144,7 +144,7 @@ def anonymous_bytes() -> int:
 
 
 def test_a_thread_takes_little_memory_for_itself(native: ModuleType) -> None:
-    """Memory of a thread's own counts once per worker, so it must not hold the state of every instruction set and dtype."""
+    """It counts once per worker, so it must not hold the state of every instruction set and pair of dtypes."""
     num_threads = 4
     layout, cache, q = decode_layout(ROWS, 64, 16, 2), torch.randn(2, ROWS * 4, 6, 16, 48), torch.randn(ROWS, 6, 48)
     stay, done = threading.Event(), threading.Barrier(num_threads + 1)
