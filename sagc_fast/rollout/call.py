@@ -295,4 +295,6 @@ def _that_count(plan: StepPlan, result: StepResult, num_hits: NDArray[np.int64])
 
 def _tokens_per_row(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """How many tokens each row of a burst drew; those of a row stand side by side, ``offsets`` rising from 0."""
-    return np.diff(np.flatnonzero(offsets == 0), append=offsets.size)
+    begins = (offsets == 0).nonzero()[0]
+    ends = np.concatenate((begins[1:], [offsets.size]))
+    return ends - begins

@@ -78,7 +78,7 @@ class StepPlan:
         the runner returns them: those of a row side by side."""
         if num_steps == 1:
             return self.sample_slots, self.sample_offsets
-        slots = np.repeat(self.decode_slots, num_steps)
+        slots = self.decode_slots.repeat(num_steps)
         return slots, np.arange(slots.size) % num_steps
 
 

@@ -47,8 +47,8 @@ LOOK_SECONDS = 25e-6
 """What a look at a row's newest tokens takes (measured on an AMD EPYC, Zen 4)."""
 LOOK_SHARE = 0.01
 """Share of a step that looks in vain may cost (ours)."""
-FIRST_LOOK_SHARE = 0.05
-"""The same for the first of them, as to the plans that they add (ours)."""
+FIRST_LOOK_SHARE, NEXT_LOOK_SHARE = 0.03, 0.25
+"""The same for the first of them, as to the plans that they add: in a call, and behind drafts (ours)."""
 LONGEST_PAUSE = 31
 """Most steps without a look while text has been foreseeable in this call (ours)."""
 HOPELESS_TOKENS = 256
@@ -149,13 +149,13 @@ class Speculator:
         self._most_rows = most_rows(speculation.fixed_tokens, speculation.step_seconds)
         self._prior_token_seconds = speculation.step_seconds / speculation.fixed_tokens
         self._plan_seconds = speculation.plan_seconds
-        self._spare_seconds = LOOK_SHARE * speculation.step_seconds  # of a step, for looks
+        self._prior_step_seconds = speculation.step_seconds
         self._rates = HitRates()
         self._num_ended = 0
         self._tokens_of_ended = 0
         self._pause = 0
-        self._first_pause = max(1, math.ceil(self._plan_seconds / (FIRST_LOOK_SHARE * speculation.step_seconds)))
-        self._next_pause = self._first_pause
+        self._next_pause: int | None = None
+        """Behind a look in vain; None before the first."""
 
     def note_finished(self, num_output: int, max_output: int) -> None:
         """A completion is over; before its cap, if it has fewer tokens."""
@@ -221,14 +221,22 @@ class Speculator:
 
     def _plan_pause(self, num_rows: int, is_drafting: bool) -> None:
         """No look for ever more steps when looks were in vain, up to where they cost next to nothing."""
+        step_seconds = self._prior_step_seconds
+        if self._cost.is_learnt and self._cost.seconds_per_token:
+            step_seconds = self._cost.seconds(num_rows)
         if is_drafting:
-            self._pause, self._next_pause = 0, self._first_pause
+            self._pause, self._next_pause = 0, self._steps_worth_a_plan(NEXT_LOOK_SHARE, step_seconds)
             return
-        longest = int((num_rows * LOOK_SECONDS + self._plan_seconds) / self._spare_seconds)
+        longest = int((num_rows * LOOK_SECONDS + self._plan_seconds) / (LOOK_SHARE * step_seconds))
         if self._rates.is_promising:
             longest = min(longest, LONGEST_PAUSE)
+        if self._next_pause is None:
+            self._next_pause = self._steps_worth_a_plan(FIRST_LOOK_SHARE, step_seconds)
         self._pause = longest if self._is_hopeless else min(self._next_pause, longest)
         self._next_pause = 2 * self._pause + 1
+
+    def _steps_worth_a_plan(self, share: float, step_seconds: float) -> int:
+        return max(1, math.ceil(self._plan_seconds / (share * step_seconds)))
 
     def num_quiet_steps(self, num_rows: int) -> int | None:
         """For how many steps with these rows :meth:`propose` is sure to propose nothing, so that it need not be asked

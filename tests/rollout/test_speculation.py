@@ -140,7 +140,7 @@ def test_small_models_look_at_fewer_rows_and_none_where_the_host_would_do_all_th
     assert speculation.most_rows(45, 100e-6) == 0
 
 
-@pytest.mark.parametrize(("has_bursts", "first", "longest"), [(False, 1, 1), (True, 4, 16)])
+@pytest.mark.parametrize(("has_bursts", "first", "longest"), [(False, 1, 1), (True, 6, 16)])
 def test_a_look_in_vain_costs_a_hundredth_of_its_steps_the_burst_it_cuts_short_included(
     monkeypatch, has_bursts, first, longest
 ):
@@ -148,10 +148,36 @@ def test_a_look_in_vain_costs_a_hundredth_of_its_steps_the_burst_it_cuts_short_i
     monkeypatch.setattr(step_cost, "PLAN_SECONDS", 290e-6)
     speculator = speculation.Speculator(None, speculation.Speculation("fixed", 9.4, 1.9e-3, has_bursts=has_bursts))
     speculator._plan_pause(1, is_drafting=False)
-    assert speculator.num_quiet_steps(1) == first  # a twentieth of the steps up to the second look
+    assert speculator.num_quiet_steps(1) == first  # three hundredths of the steps up to the second look
     for _ in range(8):
         speculator._plan_pause(1, is_drafting=False)
     assert speculator.num_quiet_steps(1) == longest
+
+
+def test_looks_are_spaced_by_what_steps_take_on_this_machine(monkeypatch):
+    """A first estimate of twice the time made looks twice as dear as they were meant to be."""
+    monkeypatch.setattr(step_cost, "PLAN_SECONDS", 1e-3)
+
+    def pause(mode, seconds):
+        settings = speculation.Speculation(mode, 20, 1e-3, has_bursts=True)
+        settings.cost.observe(1, seconds)
+        speculator = speculation.Speculator(None, settings)
+        speculator._plan_pause(1, is_drafting=False)
+        return speculator.num_quiet_steps(1)
+
+    assert pause("auto", 0.5e-3) == pytest.approx(2 * pause("auto", 1e-3), rel=0.05)
+    assert pause("fixed", 0.5e-3) == pause("fixed", 4e-3)  # no clock has a say
+
+
+def test_behind_drafts_the_next_look_comes_soon(monkeypatch):
+    monkeypatch.setattr(step_cost, "PLAN_SECONDS", 1e-3)
+    speculator = speculation.Speculator(None, speculation.Speculation("fixed", 20, 1e-3, has_bursts=True))
+    speculator._plan_pause(1, is_drafting=False)
+    before = speculator.num_quiet_steps(1)
+    speculator._plan_pause(1, is_drafting=True)
+    assert speculator.num_quiet_steps(1) == 0
+    speculator._plan_pause(1, is_drafting=False)
+    assert 0 < speculator.num_quiet_steps(1) < before / 4
 
 
 def test_rows_that_can_be_foreseen_get_the_drafts():
