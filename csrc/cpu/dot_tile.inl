@@ -23,9 +23,11 @@ struct FloatDot {
 // One row waits for its columns to come from memory. These follow each other there, and read one after the other they come
 // as one stream, which the hardware fetches ahead; read side by side they are as many streams of a kilobyte each.
 
-// out[r][c] (+)= dot(x row r, w row c) over `width` elements.
-template <class Dot, int ROWS, int COLS, bool ACCUMULATE, class X, class W>
-inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* const* w, int64_t width, float* const* out) {
+// out[r][c] (+)= dot(x row r, w row c) over `width` elements; beside() is called before every STRETCH of them.
+template <class Dot, int ROWS, int COLS, bool ACCUMULATE, int64_t STRETCH, class X, class W, class Beside>
+inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* const* w, int64_t width, float* const* out,
+                                                    const Beside& beside) {
+  static_assert(STRETCH % Dot::kWidth == 0, "of whole vectors");
   static_assert(COLS % 4 == 0, "four sums are reduced at a time");
   using Operand = typename Dot::Operand;
   Vec acc[ROWS][COLS];
@@ -43,16 +45,20 @@ inline __attribute__((always_inline)) void dot_tile(const X* const* x, const W* 
   // Columns [first, last) over k.
   auto accumulate = [&](int first, int last) __attribute__((always_inline)) {
     int64_t i = 0;
+    for (const int64_t whole = width / Dot::kWidth * Dot::kWidth; i < whole;) {
+      const int64_t stop = whole - i < STRETCH ? whole : i + STRETCH;
+      beside();
 #pragma GCC unroll(Vec::kWidth >= 16 ? 1 : 2)  // wide tiles are long enough
-    for (; i + Dot::kWidth <= width; i += Dot::kWidth) {
-      Operand a[ROWS];
+      for (; i < stop; i += Dot::kWidth) {
+        Operand a[ROWS];
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) a[r] = Dot::load(xr[r] + i);
+        for (int r = 0; r < ROWS; r++) a[r] = Dot::load(xr[r] + i);
 #pragma GCC unroll 16
-      for (int c = first; c < last; c++) {
-        Operand b = Dot::load(wc[c] + i);
+        for (int c = first; c < last; c++) {
+          Operand b = Dot::load(wc[c] + i);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) acc[r][c] = Dot::fma(a[r], b, acc[r][c]);
+          for (int r = 0; r < ROWS; r++) acc[r][c] = Dot::fma(a[r], b, acc[r][c]);
+        }
       }
     }
     if (i < width) {

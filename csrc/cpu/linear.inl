@@ -2,18 +2,19 @@
 //
 // The columns of y are cut into panels of 16 or 32 weight rows, the rows of y into blocks whose x stays in the L2 cache; one panel
 // of one block is a work item. Within an item k is cut into ranges (a function of K alone) such that the panel's slice stays
-// in the L1 cache while all rows of the block pass by. An output is the sum, in ascending order of the ranges, of one dot
+// in the L1 cache, or next to it, while all rows of the block pass by. An output is the sum, in ascending order of the ranges, of one dot
 // product per range, plus the bias: the same for every M, panel position and thread. Where K is short, linear_short.inl or
 // linear_columns.inl serve at some levels.
 #pragma once
 
 namespace {
 
-constexpr int64_t kPanelBytes = 24 * 1024;  // of a panel's slice at most, in a 32 KB L1 cache
+constexpr int64_t kPanelBytes = 24 * 1024;  // of a panel's slice, in a 32 KB L1 cache
 constexpr int kMaxPanel = 32;               // weight rows per panel at most
 constexpr int64_t kMaxBlock = 192;          // rows of x per block at most
 constexpr int64_t kBlockBytes = 256 * 1024;
 constexpr int kTileRows = Vec::kWidth >= 16 ? 6 : 3;  // as many as accumulators fit into the registers beside 4 columns
+constexpr int64_t kFewRows = 8;
 
 // What differs between the products: how elements meet, and their types in memory.
 template <class DOT, class X, class W>
@@ -21,13 +22,17 @@ struct Product {
   using Dot = DOT;
   using XType = X;
   using WType = W;
-  static constexpr int64_t kMaxRange = kPanelBytes / 16 / static_cast<int64_t>(sizeof(X));  // elements of k per range
+  // Elements of k per range, and of those between two bursts of fetches. A range of bf16 has half as many steps as one of fp32,
+  // so the sums across lanes at its end weigh more: a slice of 30 KB, part of which comes from the L2 cache, gains more than it
+  // loses, if the next one is fetched in smaller bursts.
+  static constexpr int64_t kMaxRange = sizeof(X) == 2 ? 960 : kPanelBytes / 16 / static_cast<int64_t>(sizeof(X));
+  static constexpr int64_t kStretch = sizeof(X) == 2 ? 14 * Dot::kWidth : kMaxRange;
 };
 
 // Weight rows per panel: 16, or 32 where so many fit, which makes a cache line of bf16 results.
 template <class P>
 int64_t panel_columns(int64_t K) {
-  return K <= P::kMaxRange / 2 ? kMaxPanel : kMaxPanel / 2;
+  return K * kMaxPanel * static_cast<int64_t>(sizeof(typename P::XType)) <= kPanelBytes ? kMaxPanel : kMaxPanel / 2;
 }
 
 template <class P>
@@ -44,8 +49,8 @@ int64_t range_size(int64_t K) {
   return ((K + ranges - 1) / ranges + P::Dot::kWidth - 1) / P::Dot::kWidth * P::Dot::kWidth;
 }
 
-// Fetches the next panel into the L2 cache, some lines per tile of the present one, so that weights that come from memory
-// arrive while there is still arithmetic to do.
+// Fetches the next panel into the L2 cache, some lines per stretch of a tile of the present one, so that weights that come from
+// memory arrive while there is still arithmetic to do.
 struct Prefetch {
   const char *at = nullptr, *end = nullptr;
   int64_t lines_at_once = 0;
@@ -64,10 +69,12 @@ Prefetch prefetch_panel(const LinearArgs& a, int64_t column, int64_t rows) {
   if (column >= a.N || a.weight_stride != a.K) return p;
   const int64_t most = panel_columns<P>(a.K), columns = a.N - column < most ? a.N - column : most;
   const int64_t range = range_size<P>(a.K);
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows * (most / 4) * ((a.K + range - 1) / range);
+  // A single row takes the columns of a tile one after the other.
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows * (rows == 1 ? most : most / 4) * ((a.K + range - 1) / range);
+  const int64_t bursts = tiles * ((range + P::kStretch - 1) / P::kStretch);
   p.at = static_cast<const char*>(a.weight) + column * a.K * int64_t{sizeof(W)};
   p.end = p.at + columns * a.K * int64_t{sizeof(W)};
-  p.lines_at_once = ((p.end - p.at) / 64 + tiles - 1) / tiles;
+  p.lines_at_once = ((p.end - p.at) / 64 + bursts - 1) / bursts;
   return p;
 }
 
@@ -79,28 +86,34 @@ struct Panel {
   int columns;  // a tile that reaches beyond repeats the last one
 };
 
-// Four columns at a time also for few rows: they follow each other in memory, which is what makes memory fast.
+// Columns [begin, end) of a panel, four at a time also for few rows: they follow each other in memory, which is what makes
+// memory fast.
 template <class P, int ROWS, bool ACCUMULATE, class X, class W>
-inline __attribute__((always_inline)) void panel_rows(const X* x, int64_t x_stride, const Panel<W>& panel, float* out,
-                                                      Prefetch& prefetch) {
+inline __attribute__((always_inline)) void panel_rows(const X* x, int64_t x_stride, const Panel<W>& panel, int begin, int end,
+                                                      float* out, Prefetch& prefetch) {
   const X* xr[ROWS];
   const W* wc[4];
   float* o[ROWS];
-  for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride, o[r] = out + r * kMaxPanel;
-  for (int c = 0; c < panel.columns; c += 4) {
-    prefetch.advance();
+  for (int r = 0; r < ROWS; r++) xr[r] = x + r * x_stride, o[r] = out + r * kMaxPanel + begin;
+  for (int c = begin; c < end; c += 4) {
     for (int j = 0; j < 4; j++) wc[j] = panel.w + (c + j < panel.columns ? c + j : panel.columns - 1) * panel.stride;
-    dot_tile<typename P::Dot, ROWS, 4, ACCUMULATE>(xr, wc, panel.width, o);
+    dot_tile<typename P::Dot, ROWS, 4, ACCUMULATE, P::kStretch>(xr, wc, panel.width, o, [&] { prefetch.advance(); });
     for (int r = 0; r < ROWS; r++) o[r] += 4;
   }
 }
 
 template <class P, int ROWS, bool ACCUMULATE, class X, class W>
-void panel_few_rows(int64_t rows, const X* x, int64_t x_stride, const Panel<W>& panel, float* out, Prefetch& prefetch) {
+void panel_few_rows(int64_t rows, const X* x, int64_t x_stride, const Panel<W>& panel, int begin, int end, float* out,
+                    Prefetch& prefetch) {
   if (rows == ROWS)
-    panel_rows<P, ROWS, ACCUMULATE>(x, x_stride, panel, out, prefetch);
+    panel_rows<P, ROWS, ACCUMULATE>(x, x_stride, panel, begin, end, out, prefetch);
   else if constexpr (ROWS > 1)
-    panel_few_rows<P, ROWS - 1, ACCUMULATE>(rows, x, x_stride, panel, out, prefetch);
+    panel_few_rows<P, ROWS - 1, ACCUMULATE>(rows, x, x_stride, panel, begin, end, out, prefetch);
+}
+
+// How many of `left` rows the next tile takes: the last ones in equal parts.
+inline int64_t rows_of_tile(int64_t left) {
+  return left >= 2 * kTileRows || left == kTileRows ? kTileRows : left > kTileRows ? (left + 1) / 2 : left;
 }
 
 // All rows of a block against one panel slice; done(r, n, sums) is told of rows [r, r + n) and where their sums are. With one
@@ -108,16 +121,22 @@ void panel_few_rows(int64_t rows, const X* x, int64_t x_stride, const Panel<W>& 
 template <class P, bool ACCUMULATE, class X, class W, class Done>
 void panel_block(const X* x, int64_t x_stride, int64_t rows, const Panel<W>& panel, float* out, bool one_range,
                  Prefetch& prefetch, const Done& done) {
+  if (rows > kTileRows && rows <= kFewRows && panel.width * panel.columns * int64_t{sizeof(W)} > kPanelBytes) {
+    // Four columns against all rows, then the next four: the slice is too large for a second tile to find it in the L1 cache.
+    for (int c = 0; c < panel.columns; c += 4)
+      for (int64_t r = 0, n; r < rows; r += n) {
+        n = rows_of_tile(rows - r);
+        panel_few_rows<P, kTileRows, ACCUMULATE>(n, x + r * x_stride, x_stride, panel, c, c + 4, out + r * kMaxPanel, prefetch);
+      }
+    return done(0, rows, out);
+  }
   for (int64_t r = 0, n; r < rows; r += n) {
-    const int64_t left = rows - r;
     float* sums = out + (one_range ? 0 : r * kMaxPanel);
-    if (left >= 2 * kTileRows || left == kTileRows) {
-      n = kTileRows;
-      panel_rows<P, kTileRows, ACCUMULATE>(x + r * x_stride, x_stride, panel, sums, prefetch);
-    } else {  // the last rows in equal parts
-      n = left > kTileRows ? (left + 1) / 2 : left;
-      panel_few_rows<P, kTileRows, ACCUMULATE>(n, x + r * x_stride, x_stride, panel, sums, prefetch);
-    }
+    n = rows_of_tile(rows - r);
+    if (n == kTileRows)
+      panel_rows<P, kTileRows, ACCUMULATE>(x + r * x_stride, x_stride, panel, 0, panel.columns, sums, prefetch);
+    else
+      panel_few_rows<P, kTileRows, ACCUMULATE>(n, x + r * x_stride, x_stride, panel, 0, panel.columns, sums, prefetch);
     done(r, n, sums);
   }
 }
