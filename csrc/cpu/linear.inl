@@ -2,9 +2,9 @@
 //
 // The columns of y are cut into panels of 16 or 32 weight rows, the rows of y into blocks whose x stays in the L2 cache; one panel
 // of one block is a work item. Within an item k is cut into ranges (a function of K alone) such that the panel's slice stays
-// in the L1 cache, or next to it, while all rows of the block pass by. An output is the sum, in ascending order of the ranges, of one dot
-// product per range, plus the bias: the same for every M, panel position and thread. Where K is short, linear_short.inl or
-// linear_columns.inl serve at some levels.
+// in the L1 cache, or next to it, while all rows of the block pass by. An output is the sum, in ascending order of the ranges,
+// of one dot product per range, plus the bias: the same for every M, panel position and thread. Where K is short,
+// linear_short.inl or linear_columns.inl serve at some levels.
 #pragma once
 
 namespace {
@@ -14,7 +14,7 @@ constexpr int kMaxPanel = 32;               // weight rows per panel at most
 constexpr int64_t kMaxBlock = 192;          // rows of x per block at most
 constexpr int64_t kBlockBytes = 256 * 1024;
 constexpr int kTileRows = Vec::kWidth >= 16 ? 6 : 3;  // as many as accumulators fit into the registers beside 4 columns
-constexpr int64_t kFewRows = 8;
+constexpr int64_t kFewRows = 8;  // so many rows of x stay in the L1 cache beside four columns of a panel
 
 // What differs between the products: how elements meet, and their types in memory.
 template <class DOT, class X, class W>
@@ -111,9 +111,9 @@ void panel_few_rows(int64_t rows, const X* x, int64_t x_stride, const Panel<W>& 
     panel_few_rows<P, ROWS - 1, ACCUMULATE>(rows, x, x_stride, panel, begin, end, out, prefetch);
 }
 
-// How many of `left` rows the next tile takes: the last ones in equal parts.
-inline int64_t rows_of_tile(int64_t left) {
-  return left >= 2 * kTileRows || left == kTileRows ? kTileRows : left > kTileRows ? (left + 1) / 2 : left;
+// How many of `left` rows the next tile takes, `most` at a time: the last ones in equal parts.
+inline int64_t rows_of_tile(int64_t left, int64_t most) {
+  return left >= 2 * most ? most : left > most ? (left + 1) / 2 : left;
 }
 
 // All rows of a block against one panel slice; done(r, n, sums) is told of rows [r, r + n) and where their sums are. With one
@@ -125,14 +125,14 @@ void panel_block(const X* x, int64_t x_stride, int64_t rows, const Panel<W>& pan
     // Four columns against all rows, then the next four: the slice is too large for a second tile to find it in the L1 cache.
     for (int c = 0; c < panel.columns; c += 4)
       for (int64_t r = 0, n; r < rows; r += n) {
-        n = rows_of_tile(rows - r);
+        n = rows_of_tile(rows - r, kTileRows);
         panel_few_rows<P, kTileRows, ACCUMULATE>(n, x + r * x_stride, x_stride, panel, c, c + 4, out + r * kMaxPanel, prefetch);
       }
     return done(0, rows, out);
   }
   for (int64_t r = 0, n; r < rows; r += n) {
     float* sums = out + (one_range ? 0 : r * kMaxPanel);
-    n = rows_of_tile(rows - r);
+    n = rows_of_tile(rows - r, kTileRows);
     if (n == kTileRows)
       panel_rows<P, kTileRows, ACCUMULATE>(x + r * x_stride, x_stride, panel, 0, panel.columns, sums, prefetch);
     else

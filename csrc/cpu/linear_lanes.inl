@@ -58,8 +58,7 @@ void short_item(const LinearArgs& a, const X* x, int64_t x_stride, int64_t rows,
       if (const int n = columns - i * Vec::kWidth; n > 0)
         bias[i] = load_n(static_cast<const Y*>(a.bias) + first_column + i * Vec::kWidth, n < Vec::kWidth ? n : Vec::kWidth);
   for (int64_t r = 0, n; r < rows; r += n) {
-    const int64_t rest = rows - r;  // the last rows in equal parts
-    n = rest >= 2 * kLaneRows<W> ? kLaneRows<W> : rest > kLaneRows<W> ? (rest + 1) / 2 : rest;
+    n = rows_of_tile(rows - r, kLaneRows<W>);
     lane_rows<kLaneRows<W>>(n, a, x + r * x_stride, x_stride, panel, bias, columns, y + r * a.y_stride, prefetch);
   }
 }

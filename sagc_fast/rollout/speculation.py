@@ -204,10 +204,14 @@ class Speculator:
         end_rate = (self._num_ended + 0.5) / (self._tokens_of_ended + int(num_output.sum()))
         return chances_of_last(num_left, foreseen, end_rate)
 
+    @property
+    def _goes_by_the_clock(self) -> bool:
+        """Whether the seconds of steps may decide, and there are some."""
+        return self._cost.is_learnt and self._cost.seconds_per_token > 0.0
+
     def _host_tokens(self, num_rows: int) -> float:
         """What the host's work for drafts costs, in tokens."""
-        is_learnt = self._cost.is_learnt and self._cost.seconds_per_token
-        token_seconds = self._cost.seconds_per_token if is_learnt else self._prior_token_seconds
+        token_seconds = self._cost.seconds_per_token if self._goes_by_the_clock else self._prior_token_seconds
         return self._cost.draft_seconds(num_rows) / token_seconds
 
     @property
@@ -221,9 +225,7 @@ class Speculator:
 
     def _plan_pause(self, num_rows: int, is_drafting: bool) -> None:
         """No look for ever more steps when looks were in vain, up to where they cost next to nothing."""
-        step_seconds = self._prior_step_seconds
-        if self._cost.is_learnt and self._cost.seconds_per_token:
-            step_seconds = self._cost.seconds(num_rows)
+        step_seconds = self._cost.seconds(num_rows) if self._goes_by_the_clock else self._prior_step_seconds
         if is_drafting:
             self._pause, self._next_pause = 0, self._steps_worth_a_plan(NEXT_LOOK_SHARE, step_seconds)
             return
